@@ -1,0 +1,31 @@
+# Everything runs in a virtual environment of its own; nothing outside .venv and demo-out is touched.
+PYTHON ?= python3
+VENV   := .venv
+BIN    := $(VENV)/bin
+
+.PHONY: demo test check bench clean
+
+demo: $(VENV)/demo.installed        ## the whole way on built-in data: train, prune, evaluate, verify
+	$(BIN)/halve demo --out demo-out
+
+test: $(VENV)/dev.installed         ## all tests
+	$(BIN)/pytest
+
+check: $(VENV)/dev.installed        ## lint, format, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: $(VENV)/dev.installed        ## measure, and write benchmarks/results
+	for script in benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done
+
+clean:
+	rm -rf $(VENV) demo-out
+
+$(VENV)/bin/python:
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/%.installed: pyproject.toml | $(VENV)/bin/python
+	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet -e '.[$*]'
+	touch $@

@@ -1,0 +1,31 @@
+"""halve: 2:4 sparsity for trained convolutional networks, without touching their weights."""
+
+from halve.check.evaluate import evaluate
+from halve.check.verify import verify
+from halve.errors import HalveError
+from halve.find.prune import prune
+from halve.find.recalibrate import recalibrate
+from halve.find.select import select
+from halve.masks.apply import apply
+from halve.masks.file import load
+from halve.masks.mask import Mask, MaskSet
+from halve.masks.packed import pack, unpack
+from halve.masks.pattern import Pattern
+from halve.version import VERSION as __version__
+
+__all__ = [
+    "HalveError",
+    "Mask",
+    "MaskSet",
+    "Pattern",
+    "__version__",
+    "apply",
+    "evaluate",
+    "load",
+    "pack",
+    "prune",
+    "recalibrate",
+    "select",
+    "unpack",
+    "verify",
+]

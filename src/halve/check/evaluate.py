@@ -1,0 +1,142 @@
+"""How well a masked model does, and how far it goes along with the dense one."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halve.errors import DataError, ModelError
+from halve.find.batches import Forward, Progress, iterate, labels_of, run
+from halve.masks.apply import Changed, apply
+from halve.masks.layers import clone
+from halve.masks.mask import MaskSet
+
+_TOP = 5
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Shares are from 0 to 1; None where there is nothing to count: no labels, no dense model, under 5 classes."""
+
+    images: int
+    top1: float | None = None
+    top5: float | None = None
+    agreement: float | None = None  # share of images with the dense model's top-1 class
+    kl: float | None = None  # mean KL divergence of the outputs from the dense model's, in nats
+    dense_top1: float | None = None
+    dense_top5: float | None = None
+
+
+def evaluate(
+    model: nn.Module,
+    data: Any,
+    masks: MaskSet | None = None,
+    *,
+    dense: nn.Module | None = None,
+    classes: Sequence[int] | None = None,
+    forward: Forward | None = None,
+    progress: Progress | None = None,
+    changed: Changed = "warn",
+) -> Evaluation:
+    """Run the model, with `masks` on if given, over `data` and count.
+
+    - Batches with labels give accuracies; batches without still give agreement with the dense model, which is `model`
+      itself when `masks` are given, or `dense`.
+    - `classes`: for data that holds only some of the classifier's classes, `classes[i]` is the classifier's output for
+      label i. All outputs still compete.
+
+    >>> import halve
+    >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 10)).eval()
+    >>> data = [(torch.randn(32, 8), torch.randint(0, 10, (32,)))]
+    >>> all_kept = halve.prune(model, pattern="4:4")
+    >>> result = halve.evaluate(model, data, all_kept)
+    >>> result.agreement, result.top1 == result.dense_top1
+    (1.0, True)
+    """
+    if masks is not None:
+        if dense is not None:
+            raise ModelError("evaluate takes masks, then the model itself is the dense one, or dense=, not both")
+        dense, subject = model, apply(model, masks, changed=changed).eval()
+    else:
+        subject = clone(model).eval()
+    reference = None if dense is None else clone(dense).eval()
+    count = _Count()
+    with torch.no_grad():
+        for index, batch in enumerate(iterate(data, progress, "images")):
+            output = _finite(run(subject, batch, forward), index, "masked " if masks is not None else "")
+            against = None if reference is None else _finite(run(reference, batch, forward), index, "dense ")
+            count.add(output, against, _targets(labels_of(batch), classes, output, index))
+    return count.result()
+
+
+class _Count:
+    def __init__(self) -> None:
+        self.images = self.labelled = self.compared = 0
+        self.hits = {"top1": 0, "top5": 0, "dense_top1": 0, "dense_top5": 0, "agreement": 0}
+        self.kl = 0.0
+        self.outputs = 0
+
+    def add(self, output: Tensor, against: Tensor | None, target: Tensor | None) -> None:
+        self.images += len(output)
+        self.outputs = output.shape[1]
+        if target is not None:
+            self.labelled += len(output)
+            self._hit("", output, target)
+            if against is not None:
+                self._hit("dense_", against, target)
+        if against is not None:
+            self.compared += len(output)
+            self.hits["agreement"] += int((output.argmax(1) == against.argmax(1)).sum())
+            ours, theirs = output.double().log_softmax(1), against.double().log_softmax(1)
+            self.kl += float((theirs.exp() * (theirs - ours)).sum())
+
+    def _hit(self, prefix: str, output: Tensor, target: Tensor) -> None:
+        best = output.topk(min(_TOP, output.shape[1])).indices == target.to(output.device)[:, None]
+        self.hits[f"{prefix}top1"] += int(best[:, 0].sum())
+        self.hits[f"{prefix}top5"] += int(best.sum())
+
+    def result(self) -> Evaluation:
+        if self.labelled not in (0, self.images):
+            raise DataError(f"only {self.labelled} of {self.images} images have labels: give labels to all or to none")
+        shares: dict[str, float] = {}
+        for name, hits in self.hits.items():
+            total = self.compared if name == "agreement" else self.labelled
+            known = total and (self.compared or not name.startswith("dense_"))
+            if known and not (name.endswith("top5") and self.outputs < _TOP):
+                shares[name] = hits / total
+        kl = max(0.0, self.kl / self.compared) if self.compared else None
+        return Evaluation(self.images, kl=kl, **shares)
+
+
+def _finite(output: Tensor, index: int, which: str) -> Tensor:
+    if output.dim() != 2:
+        raise ModelError(
+            f"evaluate needs one row of class scores per image, the model gave the shape {tuple(output.shape)}; "
+            f"pass forward= to choose or reduce its outputs"
+        )
+    if not bool(output.isfinite().all()):
+        raise DataError(f"the {which}model gave NaN or infinity for batch {index}: check the images and the weights")
+    return output.float()
+
+
+def _targets(labels: Tensor | None, classes: Sequence[int] | None, output: Tensor, index: int) -> Tensor | None:
+    if labels is None:
+        return None
+    if len(labels) != len(output):
+        raise DataError(f"batch {index} has {len(labels)} labels for {len(output)} outputs")
+    low, high = (int(labels.min()), int(labels.max())) if len(labels) else (0, 0)
+    allowed = output.shape[1] if classes is None else len(classes)
+    if low < 0 or high >= allowed:
+        what = f"the classifier has {allowed} outputs" if classes is None else f"classes= lists {allowed}"
+        raise DataError(
+            f"labels from {low} to {high} in batch {index}, but {what}; "
+            f"classes= maps the data's labels to the classifier's outputs"
+        )
+    if classes is None:
+        return labels
+    outputs = torch.tensor(list(classes), dtype=torch.long)
+    if len(outputs) and not 0 <= int(outputs.min()) <= int(outputs.max()) < output.shape[1]:
+        raise DataError(f"classes= must name outputs from 0 to {output.shape[1] - 1}")
+    return outputs[labels.cpu()]

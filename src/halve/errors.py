@@ -1,0 +1,46 @@
+"""What halve raises. Every message says what, where, what was found, what is allowed and what to do next."""
+
+from collections.abc import Iterable
+
+
+class HalveError(Exception):
+    """Base of everything that halve raises on purpose; catching it catches all of them."""
+
+
+class PatternError(HalveError, ValueError):
+    """An N:M rule that cannot be used, or codes that break theirs."""
+
+
+class ModelError(HalveError, ValueError):
+    """A model or one of its layers cannot do what was asked."""
+
+
+class MaskError(HalveError, ValueError):
+    """Masks that do not fit the model, its weights or each other."""
+
+
+class FileError(HalveError, OSError):
+    """A file that cannot be read, trusted or written."""
+
+
+class DataError(HalveError, ValueError):
+    """Images, labels or batches that cannot be used."""
+
+
+class SourceError(HalveError, ValueError):
+    """A model or data set that was named and cannot be found or built."""
+
+
+class ChangedWeightsWarning(UserWarning):
+    """Masks were put on weights that are not those they were made for."""
+
+
+def listed(names: Iterable[object], most: int = 8) -> str:
+    """Names for a message, the long tail counted.
+
+    >>> listed(["a", "b", "c"], most=2)
+    'a, b and 1 more'
+    """
+    items = [str(name) for name in names]
+    rest = len(items) - most
+    return ", ".join(items[:most]) + (f" and {rest} more" if rest > 0 else "")

@@ -1,0 +1,1 @@
+"""How a mask is found: which layers, by which score, from which data."""

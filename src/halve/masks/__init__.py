@@ -1,0 +1,1 @@
+"""What a mask is: patterns, layouts, masks, their files, and putting them on a model."""

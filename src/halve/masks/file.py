@@ -1,0 +1,143 @@
+"""MaskSet <-> one file, `NAME.masks.safetensors`, beside the untouched checkpoint.
+
+About three quarters of a bit per weight for 2:4. The bytes are specified in docs/file-format.md; in short, for each
+layer the header holds pattern, layout and digests, the tensor `codes:LAYER` the codes at `Pattern.bits` bits each,
+`sketch:LAYER` the fingerprint's sketch, and `channel_order:LAYER` the channel order if there is one;
+`statistics:BUFFER` are recalibrated BatchNorm buffers.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halve.errors import FileError, HalveError
+from halve.masks import storage
+from halve.masks.fingerprint import SKETCH, Fingerprint
+from halve.masks.layout import Layout
+from halve.masks.mask import Mask, MaskSet
+from halve.masks.pattern import Pattern
+
+FORMAT = "halve.masks"
+SUFFIX = ".masks.safetensors"
+_MAX_WEIGHTS = 1 << 40
+_TEXTS = {"pattern", "kind", "order"}
+
+
+def save(masks: MaskSet, path: str | Path) -> Path:
+    """Write `masks` to `path`, atomically; see `MaskSet.save`."""
+    tensors = {f"codes:{name}": storage.pack_bits(mask.stored_codes, mask.pattern.bits) for name, mask in masks.items()}
+    return storage.write(path, FORMAT, header_of(masks), tensors | tensors_of(masks))
+
+
+def load(path: str | Path) -> MaskSet:
+    """Read a mask file. Raises `FileError` for anything that is not exactly as `MaskSet.save` wrote it.
+
+    >>> import halve, pathlib, tempfile
+    >>> masks = halve.prune(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2)))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     path = masks.save(pathlib.Path(folder) / "tiny.masks.safetensors")
+    ...     halve.load(path) == masks
+    True
+    """
+    _, header, tensors = storage.read(path, [FORMAT])
+
+    def codes(name: str, pattern: Pattern, layout: Layout) -> Tensor:
+        count = layout.rows * layout.blocks
+        return storage.unpack_bits(tensors.pop(f"codes:{name}"), count, pattern.bits).reshape(
+            layout.rows, layout.blocks
+        )
+
+    masks = masks_from(Path(path), header, tensors, codes)
+    if tensors:
+        raise FileError(f"{path} is damaged: it holds tensors that belong to no layer")
+    return masks
+
+
+def header_of(masks: MaskSet) -> dict[str, Any]:
+    """What the header says of a MaskSet."""
+    return {"layers": {name: _describe(mask) for name, mask in masks.items()}, "recipe": dict(masks.recipe)}
+
+
+def tensors_of(masks: MaskSet) -> dict[str, Tensor]:
+    """The tensors of a MaskSet other than its codes."""
+    tensors = {f"statistics:{name}": value for name, value in masks.statistics.items()}
+    for name, mask in masks.items():
+        if mask.fingerprint is not None:
+            tensors[f"sketch:{name}"] = torch.tensor(mask.fingerprint.sketch, dtype=torch.float32)
+        if mask.layout.channel_order is not None:
+            tensors[f"channel_order:{name}"] = torch.tensor(mask.layout.channel_order, dtype=torch.int32)
+    return tensors
+
+
+def masks_from(path: Path, header: Mapping[str, Any], tensors: dict[str, Tensor], codes_of: Any) -> MaskSet:
+    """Rebuild a MaskSet, taking what belongs to it from `tensors`; `codes_of(name, pattern, layout)` gives codes."""
+    layers, recipe = header.get("layers"), header.get("recipe")
+    if not isinstance(layers, dict) or not isinstance(recipe, dict):
+        raise FileError(f"{path} is damaged: its header lacks layers or recipe")
+    masks = {}
+    for name, entry in layers.items():
+        try:
+            masks[name] = _rebuild(name, entry, tensors, codes_of)
+        except (HalveError, KeyError, TypeError, ValueError, OverflowError) as error:
+            raise FileError(f"{path} is damaged: layer {name!r}: {error}") from error
+    prefix = "statistics:"
+    names = [key for key in tensors if key.startswith(prefix)]
+    return MaskSet(masks, {key.removeprefix(prefix): tensors.pop(key) for key in names}, recipe)
+
+
+def _describe(mask: Mask) -> dict[str, Any]:
+    layout = mask.layout
+    return {
+        "pattern": str(mask.pattern),
+        "kind": layout.kind,
+        "shape": list(layout.shape),
+        "groups": layout.groups,
+        "order": layout.order,
+        "pad": layout.pad,
+        "shared_with": list(mask.shared_with),
+        "dense": mask.fingerprint.dense if mask.fingerprint else None,
+        "masked": mask.fingerprint.masked if mask.fingerprint else None,
+    }
+
+
+def _rebuild(name: str, entry: Any, tensors: dict[str, Tensor], codes_of: Any) -> Mask:
+    shape, groups, shared = entry["shape"], entry["groups"], entry["shared_with"]
+    if not isinstance(shape, list) or not all(type(size) is int and size > 0 for size in [*shape, groups]):
+        raise ValueError("shape and groups must be positive integers")
+    if not isinstance(shared, list) or not all(isinstance(other, str) for other in shared):
+        raise ValueError("shared_with must be a list of names")
+    if not all(isinstance(entry[key], str) for key in _TEXTS) or not isinstance(entry["pad"], bool):
+        raise ValueError(f"{', '.join(sorted(_TEXTS))} must be texts, pad true or false")
+    weights = 1
+    for size in shape:
+        if (weights := weights * size) > _MAX_WEIGHTS:
+            raise ValueError(f"more than {_MAX_WEIGHTS} weights")
+    pattern = Pattern(entry["pattern"])
+    channel_order = tensors.pop(f"channel_order:{name}", None)
+    if channel_order is not None and (channel_order.dtype != torch.int32 or channel_order.dim() != 1):
+        raise ValueError("the channel order must be a list of 32-bit integers")
+    layout = Layout(
+        entry["kind"],
+        tuple(shape),
+        pattern.size,
+        groups,
+        entry["order"],
+        entry["pad"],
+        None if channel_order is None else tuple(channel_order.tolist()),
+    )
+    return Mask(pattern, layout, codes_of(name, pattern, layout), _fingerprint(name, entry, tensors), tuple(shared))
+
+
+def _fingerprint(name: str, entry: Mapping[str, Any], tensors: dict[str, Tensor]) -> Fingerprint | None:
+    dense, masked = entry["dense"], entry["masked"]
+    if dense is None and masked is None:
+        return None
+    sketch = tensors.pop(f"sketch:{name}")
+    if sketch.dtype != torch.float32 or tuple(sketch.shape) != (SKETCH,) or not bool(sketch.isfinite().all()):
+        raise ValueError(f"the sketch must hold {SKETCH} finite 32-bit floats")
+    if not all(isinstance(digest, str) and len(digest) == 64 for digest in (dense, masked)):
+        raise ValueError("digests must have 64 hexadecimal digits")
+    return Fingerprint(dense, masked, tuple(sketch.tolist()))

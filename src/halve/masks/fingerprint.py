@@ -1,0 +1,72 @@
+"""Fingerprint: what a mask remembers of the weight that it was made for, without storing the weight.
+
+Two digests tell whether the weight (dense, or with the mask put on) is still the same to the bit. A sketch of 128
+numbers tells how large an update was: it is linear in the weight, so the sketch of a difference is the difference of
+the sketches, and its norm estimates the norm of the difference (standard error about 6 %).
+"""
+
+import hashlib
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+SKETCH = 128
+_CHUNK = 1 << 20  # a multiple of SKETCH
+
+
+@dataclass(frozen=True)
+class Fingerprint:
+    """Digests of a weight before and after masking, and its sketch.
+
+    >>> weight = torch.randn(64, 64, 3, 3, generator=torch.Generator().manual_seed(0))
+    >>> print_ = Fingerprint.of(weight, weight.clamp(min=0))
+    >>> print_.dense == digest(weight), print_.dense == digest(weight + 1e-3)
+    (True, False)
+    >>> 0.008 < print_.update(weight * 1.01) < 0.012
+    True
+    """
+
+    dense: str
+    masked: str
+    sketch: tuple[float, ...]
+
+    @classmethod
+    def of(cls, weight: Tensor, masked: Tensor) -> "Fingerprint":
+        return cls(digest(weight), digest(masked), tuple(sketch(weight).astype(np.float32).tolist()))
+
+    def update(self, weight: Tensor) -> float:
+        """About ||weight - old|| / ||old||, the old weight being the one that the fingerprint was taken of."""
+        old = np.asarray(self.sketch)
+        norm = float(np.linalg.norm(old))
+        return float(np.linalg.norm(sketch(weight) - old)) / norm if norm else float("inf")
+
+
+def digest(weight: Tensor) -> str:
+    """SHA-256 of dtype, shape and bytes, in hexadecimal."""
+    plain = weight.detach().cpu().contiguous()
+    state = hashlib.sha256(f"{plain.dtype} {tuple(plain.shape)}\n".encode())
+    state.update(plain.reshape(-1).view(torch.uint8).numpy().data)
+    return state.hexdigest()
+
+
+def sketch(weight: Tensor) -> NDArray[np.float64]:
+    """Signed sums of every 128th weight; the signs come from a fixed hash of the position."""
+    flat = weight.detach().cpu().float().reshape(-1).numpy()
+    total = np.zeros(SKETCH)
+    for start in range(0, flat.size, _CHUNK):
+        part = flat[start : start + _CHUNK].astype(np.float64)
+        part *= _signs(start, part.size)
+        part.resize(-(-part.size // SKETCH) * SKETCH)
+        total += part.reshape(-1, SKETCH).sum(0)
+    return total
+
+
+def _signs(start: int, count: int) -> NDArray[np.float64]:
+    """+1 or -1 for each position, by the splitmix64 finaliser: the same on every machine and version."""
+    x = np.arange(start, start + count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return 1.0 - 2.0 * ((x ^ (x >> np.uint64(31))) & np.uint64(1)).astype(np.float64)

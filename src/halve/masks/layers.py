@@ -1,0 +1,139 @@
+"""What a layer is: its kind and its weight, also where the weight is computed by a parametrization or a hook.
+
+Nothing here writes to the model it is given, except `set_weight_`, which is for copies.
+"""
+
+import copy
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parametrize, prune
+from torch.nn.utils.spectral_norm import SpectralNorm, remove_spectral_norm
+from torch.nn.utils.weight_norm import WeightNorm, remove_weight_norm
+
+from halve.errors import ModelError
+from halve.masks.layout import Kind
+
+_CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+_TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def kind_of(module: nn.Module) -> Kind | None:
+    """'linear', 'conv' or 'conv_transpose'; None for every other module.
+
+    >>> kind_of(nn.Conv3d(4, 4, 3)), kind_of(nn.ReLU())
+    ('conv', None)
+    """
+    if isinstance(module, nn.Linear):
+        return "linear"
+    if isinstance(module, _CONV):
+        return "conv"
+    return "conv_transpose" if isinstance(module, _TRANSPOSED) else None
+
+
+def weight_of(module: nn.Module) -> Tensor:
+    """The weight that the layer multiplies with, detached; reading it moves no buffer (spectral norm would)."""
+    with torch.no_grad():
+        if parametrize.is_parametrized(module, "weight"):
+            parts = list(_parametrizations(module).modules())
+            modes = [part.training for part in parts]
+            try:
+                for part in parts:
+                    part.training = False
+                weight = module.weight
+            finally:
+                for part, mode in zip(parts, modes, strict=True):
+                    part.training = mode
+        elif (hook := _weight_hook(module)) is not None:
+            if isinstance(hook, SpectralNorm):
+                weight = hook.compute_weight(module, do_power_iteration=False)
+            elif isinstance(hook, WeightNorm):
+                weight = hook.compute_weight(module)
+            else:
+                weight = hook.apply_mask(module)
+        else:
+            weight = module.weight
+    if not isinstance(weight, Tensor):
+        raise ModelError(f"{type(module).__name__} has no weight tensor")
+    return weight.detach()
+
+
+def weight_key(module: nn.Module) -> int:
+    """Equal for layers that share one weight."""
+    if parametrize.is_parametrized(module, "weight"):
+        return id(next(_parametrizations(module).parameters()))
+    own = {**module._parameters, **module.__dict__}
+    return id(next(own[name] for name in ("weight", "weight_orig", "weight_v") if own.get(name) is not None))
+
+
+def set_weight_(module: nn.Module, value: Tensor) -> None:
+    """Give the layer this plain weight: what computed its weight before is taken off. For copies only."""
+    if parametrize.is_parametrized(module, "weight"):
+        parametrize.remove_parametrizations(module, "weight", leave_parametrized=True)
+    elif (hook := _weight_hook(module)) is not None:
+        if isinstance(hook, SpectralNorm):
+            remove_spectral_norm(module)
+        elif isinstance(hook, WeightNorm):
+            remove_weight_norm(module)
+        else:
+            cast(Any, prune).remove(module, "weight")
+    with torch.no_grad():
+        cast(Tensor, module.weight).copy_(value)
+
+
+def clone(model: nn.Module) -> nn.Module:
+    """A copy that shares no tensor with the model; ties within it stay ties."""
+    memo: dict[int, Any] = {}
+    for module in model.modules():
+        for value in module.__dict__.values():
+            if isinstance(value, Tensor) and not value.is_leaf:  # left by old-style hooks; deepcopy refuses them
+                memo[id(value)] = value.detach().clone()
+    try:
+        return copy.deepcopy(model, memo)
+    except Exception as error:  # a model may hold anything, and deepcopy raises whatever that raises
+        raise ModelError(
+            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}); halve works on a copy so that "
+            f"your model stays as it is: take off what copy.deepcopy(model) refuses"
+        ) from error
+
+
+def zeros_stay_zero(module: nn.Module) -> bool:
+    """Whether the layer multiplies with its weight as it is. Only subclasses with a forward of their own are asked.
+
+    Weight standardisation, for one, makes zeros into something else: then an input channel whose weights are all zero
+    still moves the output.
+    """
+    plain = next(base for base in type(module).__mro__ if base.__module__.startswith("torch.nn.modules"))
+    if all(getattr(type(module), f, None) is getattr(plain, f, None) for f in ("forward", "_conv_forward")):
+        return True
+    probe = clone(module).eval().float().cpu()
+    channels = int(getattr(probe, "in_channels", 0) or getattr(probe, "in_features", 0))
+    extent = [
+        2 * size * step
+        for size, step in zip(getattr(probe, "kernel_size", ()), getattr(probe, "dilation", ()), strict=True)
+    ]
+    with torch.no_grad():
+        weight = weight_of(probe).clone()
+        (weight[0] if kind_of(probe) == "conv_transpose" else weight[:, 0]).zero_()
+        image = torch.linspace(-1, 1, steps=channels).reshape(1, channels, *[1] * len(extent)).repeat(1, 1, *extent)
+        other = image.clone()
+        other[:, 0] += 1
+        try:
+            results = [torch.func.functional_call(probe, {"weight": weight}, (x,)) for x in (image, other)]
+        except (RuntimeError, TypeError, ValueError):
+            return False
+    return torch.equal(*results)
+
+
+def _parametrizations(module: nn.Module) -> nn.Module:
+    return cast(nn.ModuleDict, module.parametrizations)["weight"]
+
+
+def _weight_hook(module: nn.Module) -> Any:
+    for hook in module._forward_pre_hooks.values():
+        if isinstance(hook, WeightNorm | SpectralNorm) and hook.name == "weight":
+            return hook
+        if isinstance(hook, prune.BasePruningMethod) and hook._tensor_name == "weight":
+            return hook
+    return None

@@ -1,0 +1,159 @@
+"""Layout: how a weight becomes blocks of M, and back.
+
+Blocks run along the input channels at one kernel position, K order (kernel position, channel): what sparse hardware
+can multiply. A channel order other than 0, 1, 2 ... may be given. `order="flat"` is the paper's: each row's
+`c_in * kh * kw` axis as it lies in memory; it is kept for reproduction, no hardware path takes it for kernels > 1x1.
+
+Where a row is no multiple of M, `pad=True` appends virtual zero columns. A virtual column never takes a kept place that
+a real weight could have.
+"""
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from halve.errors import MaskError
+
+Kind = Literal["linear", "conv", "conv_transpose"]
+Order = Literal["channels", "flat"]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+ORDERS: tuple[Order, ...] = get_args(Order)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How one weight is cut into blocks.
+
+    >>> layout = Layout("conv", (8, 16, 3, 3), block=4)
+    >>> layout.rows, layout.blocks
+    (8, 36)
+    >>> weight = torch.randn(8, 16, 3, 3)
+    >>> blocks = layout.to_blocks(weight)
+    >>> torch.equal(blocks[5, 4], weight[5, 0:4, 0, 1])  # four input channels at one kernel position
+    True
+    >>> torch.equal(layout.from_blocks(blocks), weight)
+    True
+    """
+
+    kind: Kind
+    shape: tuple[int, ...]
+    block: int
+    groups: int = 1
+    order: Order = "channels"
+    pad: bool = False
+    channel_order: tuple[int, ...] | None = None  # for each group, a permutation of its channels, one after another
+
+    def __post_init__(self) -> None:
+        if self.kind not in KINDS or self.order not in ORDERS:
+            raise MaskError(f"layout kind {self.kind!r}, order {self.order!r}: kinds are {KINDS}, orders {ORDERS}")
+        if len(self.shape) < 2 or (self.kind == "linear" and len(self.shape) != 2) or min(self.shape) < 1:
+            raise MaskError(f"a {self.kind} weight cannot have the shape {self.shape}")
+        if self.groups < 1 or self.shape[0] % self.groups or (self.kind == "linear" and self.groups != 1):
+            raise MaskError(f"a {self.kind} weight of shape {self.shape} cannot have {self.groups} groups")
+        if self.block < 1:
+            raise MaskError(f"blocks of {self.block} weights")
+        if self.columns % self.block and not self.pad:
+            raise MaskError(
+                f"{self.columns} {'input channels' if self.order == 'channels' else 'weights in a row'} are no "
+                f"multiple of {self.block}; remainder='pad' pads them"
+            )
+        if self.channel_order is not None:
+            self._check_channel_order(self.channel_order)
+
+    def _check_channel_order(self, order: tuple[int, ...]) -> None:
+        if self.order == "flat":
+            raise MaskError("a channel order needs blocks along channels, not the flat order")
+        size = self.channels
+        parts = [order[i : i + size] for i in range(0, len(order), size)]
+        if len(order) != self.groups * size or any(sorted(part) != list(range(size)) for part in parts):
+            raise MaskError(
+                f"a channel order must hold a permutation of 0..{size - 1} for each of {self.groups} groups"
+            )
+
+    @property
+    def rows(self) -> int:
+        """Output channels."""
+        return self.shape[0] if self.kind != "conv_transpose" else self.shape[1] * self.groups
+
+    @property
+    def channels(self) -> int:
+        """Input channels that one row sees."""
+        return self.shape[1] if self.kind != "conv_transpose" else self.shape[0] // self.groups
+
+    @property
+    def positions(self) -> int:
+        """Kernel positions."""
+        return math.prod(self.shape[2:])
+
+    @property
+    def columns(self) -> int:
+        """Real columns of one segment: the stretch that is cut into blocks and padded on its own."""
+        return self.channels if self.order == "channels" else self.channels * self.positions
+
+    @property
+    def segments(self) -> int:
+        """Segments in a row: one for each kernel position, or one when flat."""
+        return self.positions if self.order == "channels" else 1
+
+    @property
+    def blocks(self) -> int:
+        """Blocks in a row."""
+        return self.segments * math.ceil(self.columns / self.block)
+
+    @property
+    def virtual(self) -> int:
+        """Virtual columns at the end of each segment."""
+        return -self.columns % self.block
+
+    @property
+    def weights(self) -> int:
+        """Real weights."""
+        return math.prod(self.shape)
+
+    def to_blocks(self, weight: Tensor, fill: float = 0.0) -> Tensor:
+        """Weight -> (rows, blocks, M); virtual columns hold `fill`. Differentiable."""
+        if tuple(weight.shape) != self.shape:
+            raise MaskError(f"the layout is for a weight of shape {self.shape}, not {tuple(weight.shape)}")
+        per_group = self.rows // self.groups
+        if self.kind == "conv_transpose":
+            x = weight.reshape(self.groups, self.channels, per_group, self.positions).transpose(1, 2)
+        else:
+            x = weight.reshape(self.groups, per_group, self.channels, self.positions)
+        if self.order == "channels":
+            x = x.transpose(2, 3)
+        x = x.reshape(self.groups, per_group, self.segments, self.columns)
+        if self.channel_order is not None:
+            x = x.gather(3, self._index(x, inverse=False))
+        if self.virtual:
+            x = F.pad(x, (0, self.virtual), value=fill)
+        return x.reshape(self.rows, self.blocks, self.block)
+
+    def from_blocks(self, blocks: Tensor) -> Tensor:
+        """(rows, blocks, M) -> weight, virtual columns dropped; the inverse of `to_blocks`. Differentiable."""
+        if tuple(blocks.shape) != (self.rows, self.blocks, self.block):
+            raise MaskError(
+                f"expected blocks of shape {(self.rows, self.blocks, self.block)}, not {tuple(blocks.shape)}"
+            )
+        per_group = self.rows // self.groups
+        x = blocks.reshape(self.groups, per_group, self.segments, self.columns + self.virtual)[..., : self.columns]
+        if self.channel_order is not None:
+            x = x.gather(3, self._index(x, inverse=True))
+        if self.order == "channels":
+            x = x.transpose(2, 3)
+        x = x.reshape(self.groups, per_group, self.channels, self.positions)
+        if self.kind == "conv_transpose":
+            x = x.transpose(1, 2)
+        return x.reshape(self.shape)
+
+    def real(self) -> Tensor:
+        """Which places hold real weights: bool (blocks, M), the same for every row."""
+        segment = torch.arange(self.columns + self.virtual) < self.columns
+        return segment.repeat(self.segments).reshape(self.blocks, self.block)
+
+    def _index(self, x: Tensor, inverse: bool) -> Tensor:
+        order = torch.tensor(self.channel_order, device=x.device).reshape(self.groups, self.channels)
+        return (order.argsort(1) if inverse else order)[:, None, None, :].expand_as(x)

@@ -1,0 +1,207 @@
+"""Mask and MaskSet: what is kept in each layer of a model."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halve.errors import MaskError, listed
+from halve.masks.fingerprint import Fingerprint
+from halve.masks.layout import Layout
+from halve.masks.pattern import Pattern
+
+
+@dataclass(frozen=True, eq=False)
+class Mask:
+    """The codes of one layer, checked when made: every block legal, no kept place wasted on a virtual column.
+
+    >>> layout = Layout("linear", (2, 8), block=4)
+    >>> mask = Mask.from_scores(Pattern("2:4"), layout, torch.arange(16.0).reshape(2, 8))
+    >>> mask.kept().int().tolist()[0]
+    [0, 0, 1, 1, 0, 0, 1, 1]
+    >>> mask.density
+    0.5
+    """
+
+    pattern: Pattern
+    layout: Layout
+    stored_codes: Tensor = field(repr=False)
+    fingerprint: Fingerprint | None = field(default=None, repr=False)
+    shared_with: tuple[str, ...] = ()  # other layers that use the same weight
+
+    def __post_init__(self) -> None:
+        codes = self.stored_codes
+        if self.pattern.size != self.layout.block:
+            raise MaskError(f"pattern {self.pattern} does not fit blocks of {self.layout.block}")
+        if tuple(codes.shape) != (self.layout.rows, self.layout.blocks):
+            raise MaskError(
+                f"expected codes of shape {(self.layout.rows, self.layout.blocks)}, not {tuple(codes.shape)}"
+            )
+        if codes.is_floating_point() or codes.is_complex() or codes.dtype == torch.bool:
+            raise MaskError(f"codes must be integers, not {codes.dtype}")
+        codes = codes.detach().cpu()
+        if codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) < self.pattern.count:
+            raise MaskError(f"codes of {self.pattern} must lie in 0..{self.pattern.count - 1}")
+        object.__setattr__(self, "stored_codes", codes.to(self.pattern.dtype, copy=True))
+        if self.layout.virtual:
+            self._check_padding()
+
+    def _check_padding(self) -> None:
+        real = self.layout.real()
+        tail = ~real.all(1)
+        wanted = real[tail].sum(1).clamp(max=self.pattern.kept)
+        kept = (self.pattern.decode(self.stored_codes[:, tail]) & real[tail]).sum(2)
+        if not bool((kept == wanted).all()):
+            raise MaskError("a virtual column takes a kept place that a real weight could have")
+
+    @classmethod
+    def from_scores(cls, pattern: Pattern, layout: Layout, scores: Tensor) -> "Mask":
+        """Keep the N highest scores of each block; `scores` has the weight's shape."""
+        if not bool(scores.isfinite().all()):
+            raise MaskError("scores must be finite")
+        return cls(pattern, layout, pattern.choose(layout.to_blocks(scores.float(), fill=float("-inf"))))
+
+    @classmethod
+    def from_kept(cls, pattern: Pattern, layout: Layout, kept: Tensor) -> "Mask":
+        """From a boolean tensor of the weight's shape, True for kept; refuses what is not legal."""
+        mask = cls.from_scores(pattern, layout, kept)
+        if not torch.equal(mask.kept(), kept.bool().cpu()):
+            raise MaskError(f"not a legal {pattern} mask: some block does not keep exactly {pattern.kept} weights")
+        return mask
+
+    @property
+    def codes(self) -> Tensor:
+        """The codes, (rows, blocks): a copy, since a mask does not change."""
+        return self.stored_codes.clone()
+
+    @property
+    def density(self) -> float:
+        """Share of the real weights that is kept."""
+        return self.kept_weights / self.layout.weights
+
+    @property
+    def kept_weights(self) -> int:
+        """How many real weights are kept."""
+        segment = self.layout.real()[: self.layout.blocks // self.layout.segments]
+        kept = int(segment.sum(1).clamp(max=self.pattern.kept).sum())
+        return kept * self.layout.segments * self.layout.rows
+
+    def kept(self) -> Tensor:
+        """Bool of the weight's shape, True for kept."""
+        return self.layout.from_blocks(self.pattern.decode(self.stored_codes))
+
+    def put_on(self, weight: Tensor) -> Tensor:
+        """The weight with zeros where nothing is kept. Never writes to `weight`."""
+        kept = self.kept().to(weight.device)
+        return torch.where(kept, weight, torch.zeros((), dtype=weight.dtype, device=weight.device))
+
+    def difference(self, other: "Mask") -> float:
+        """Share of blocks whose choice differs."""
+        if (self.pattern, self.layout) != (other.pattern, other.layout):
+            raise MaskError("masks of different patterns or layouts cannot be compared block by block")
+        return float((self.stored_codes != other.stored_codes).double().mean())
+
+    def __eq__(self, other: object) -> bool:
+        return (
+            isinstance(other, Mask)
+            and (self.pattern, self.layout) == (other.pattern, other.layout)
+            and (self.shared_with, self.fingerprint) == (other.shared_with, other.fingerprint)
+            and torch.equal(self.stored_codes, other.stored_codes)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+
+class MaskSet(Mapping[str, Mask]):
+    """The masks of all masked layers of a model, by layer name; a read-only mapping.
+
+    `statistics`: BatchNorm buffers that `apply` puts on, by their state-dict name (empty unless recalibrated).
+    `recipe`: how the masks were made, plain JSON values.
+
+    >>> import halve
+    >>> masks = halve.prune(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)))
+    >>> masks
+    MaskSet(1 layer, 64 weights, 50.0 % kept)
+    >>> masks.difference(masks)
+    0.0
+    """
+
+    def __init__(
+        self,
+        masks: Mapping[str, Mask],
+        statistics: Mapping[str, Tensor] | None = None,
+        recipe: Mapping[str, Any] | None = None,
+    ) -> None:
+        self._masks = MappingProxyType(dict(masks))
+        self._statistics = {name: value.detach().cpu().clone() for name, value in (statistics or {}).items()}
+        self.recipe: Mapping[str, Any] = MappingProxyType(dict(recipe or {}))
+
+    def __getitem__(self, name: str) -> Mask:
+        return self._masks[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._masks)
+
+    def __len__(self) -> int:
+        return len(self._masks)
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, MaskSet):
+            return NotImplemented
+        mine, theirs = self._statistics, other._statistics
+        return (
+            dict(self._masks) == dict(other._masks)
+            and mine.keys() == theirs.keys()
+            and all(torch.equal(mine[name], theirs[name]) for name in mine)
+        )
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        layers = f"{len(self)} layer{'' if len(self) == 1 else 's'}"
+        return f"MaskSet({layers}, {self.weights:,} weights, {self.density:.1%} kept)".replace("%", " %")
+
+    @property
+    def statistics(self) -> dict[str, Tensor]:
+        """Recalibrated BatchNorm buffers by state-dict name: copies."""
+        return {name: value.clone() for name, value in self._statistics.items()}
+
+    @property
+    def weights(self) -> int:
+        """Weights in the masked layers, kept or not."""
+        return sum(mask.layout.weights for mask in self.values())
+
+    @property
+    def density(self) -> float:
+        """Share of the masked layers' weights that is kept."""
+        return sum(mask.kept_weights for mask in self.values()) / self.weights if self else 1.0
+
+    def differences(self, other: "MaskSet") -> dict[str, float]:
+        """For each layer the share of blocks whose choice differs."""
+        if alone := sorted(self.keys() ^ other.keys()):
+            raise MaskError(f"only one of the two sets masks {listed(alone)}; compare sets of the same layers")
+        return {name: mask.difference(other[name]) for name, mask in self.items()}
+
+    def difference(self, other: "MaskSet") -> float:
+        """Share of all blocks whose choice differs."""
+        shares = self.differences(other)
+        sizes = {name: mask.stored_codes.numel() for name, mask in self.items()}
+        return sum(shares[name] * sizes[name] for name in sizes) / sum(sizes.values()) if sizes else 0.0
+
+    def with_statistics(self, statistics: Mapping[str, Tensor]) -> "MaskSet":
+        """The same masks with recalibrated BatchNorm buffers."""
+        return MaskSet(self._masks, statistics, self.recipe)
+
+    def with_recipe(self, **entries: Any) -> "MaskSet":
+        """The same masks with entries of the recipe added or replaced."""
+        return MaskSet(self._masks, self._statistics, {**self.recipe, **entries})
+
+    def save(self, path: str | Path) -> Path:
+        """Write `NAME.masks.safetensors`; atomic. `halve.load` reads it."""
+        from halve.masks.file import save
+
+        return save(self, path)

@@ -1,0 +1,169 @@
+"""Safetensors files that are written whole or not at all, and read with suspicion.
+
+Both of halve's file types use the same envelope, specified byte by byte in docs/file-format.md: an ordinary safetensors
+file whose metadata holds `format`, `version`, `header` (JSON) and `sha256` over everything else. Loading never runs
+code, never allocates more than a small multiple of the file's size, and raises `FileError` for what is not as written.
+"""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import secrets
+import struct
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import safetensors.torch
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError
+from torch import Tensor
+
+from halve.errors import FileError
+
+VERSION = 1
+MAX_BYTES = 1 << 36  # 64 GiB: no convolutional network comes near
+MAX_HEADER = 100_000_000  # safetensors' own limit
+
+
+def write(path: str | Path, format_: str, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
+    """Write the envelope atomically and return the path."""
+    try:
+        text = json.dumps(header, allow_nan=False, ensure_ascii=False, sort_keys=True)
+    except (TypeError, ValueError) as error:
+        raise FileError(f"cannot write {path}: the header holds what JSON cannot: {error}") from error
+    plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
+    metadata = {"format": format_, "version": str(VERSION), "header": text}
+    metadata["sha256"] = _checksum(metadata, plain)
+    return write_atomically(path, safetensors.torch.save(plain, metadata))
+
+
+def write_atomically(path: str | Path, content: bytes) -> Path:
+    """Write beside the path, flush to disk, then rename: a reader sees the old file or the new one, never a part."""
+    path = Path(path)
+    sibling = path.with_name(f".{path.name}.{secrets.token_hex(6)}.part")
+    try:
+        with open(os.open(sibling, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(sibling, path)
+    except OSError as error:
+        hint = "free some space or choose another folder" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check it"
+        raise FileError(f"cannot write {path}: {error.strerror or error}; nothing was written, {hint}") from error
+    finally:
+        with contextlib.suppress(FileNotFoundError):
+            sibling.unlink()
+    return path
+
+
+def read(path: str | Path, formats: Iterable[str]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
+    """Read and check an envelope of one of `formats` -> (format, header, tensors)."""
+    path, formats = Path(path), tuple(formats)
+    content = read_bytes(path)
+    metadata = _metadata(path, content)
+    if metadata.get("format") not in formats:
+        raise FileError(
+            f"{path} is a safetensors file but not one of {' or '.join(formats)}; 'halve prune' writes mask files, "
+            f"'halve pack' packed checkpoints"
+        )
+    if metadata.get("version") != str(VERSION):
+        raise FileError(
+            f"{path} has format version {metadata.get('version')!r}, this halve reads {VERSION}: upgrade halve"
+        )
+    try:
+        tensors = safetensors.torch.load(content)
+    except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
+        raise FileError(f"{path} is damaged: {error}") from error
+    if _checksum(metadata, tensors) != metadata.get("sha256"):
+        raise FileError(f"{path} is damaged: its checksum does not fit its content; write or copy it again")
+    header = _json(path, metadata["header"])
+    if not isinstance(header, dict):
+        raise FileError(f"{path} is damaged: its header is no JSON object")
+    return metadata["format"], header, tensors
+
+
+def read_bytes(path: Path) -> bytes:
+    """The whole content of a regular file of a plausible size."""
+    try:
+        if not path.is_file():
+            raise FileError(f"{path}: no such file" if not path.exists() else f"{path} is no regular file")
+        size = path.stat().st_size
+        if size > MAX_BYTES:
+            raise FileError(f"{path} has {size:,} bytes, more than the {MAX_BYTES:,} that halve reads")
+        with path.open("rb") as file:
+            return file.read(size)
+    except FileError:
+        raise
+    except (OSError, MemoryError, ValueError) as error:
+        raise FileError(f"cannot read {path}: {error}") from error
+
+
+def pack_bits(values: Tensor, bits: int) -> Tensor:
+    """Small integers -> a dense stream of `bits` bits each, lowest bit first, the last byte filled with zeros.
+
+    >>> unpack_bits(pack_bits(torch.tensor([5, 0, 3]), bits=3), count=3, bits=3).tolist()
+    [5, 0, 3]
+    """
+    flat = values.reshape(-1).numpy().astype(np.uint16)
+    planes = (flat[:, None] >> np.arange(bits, dtype=np.uint16)) & 1
+    return torch.from_numpy(np.packbits(planes.astype(np.uint8).reshape(-1), bitorder="little"))
+
+
+def unpack_bits(stream: Tensor, count: int, bits: int) -> Tensor:
+    """The inverse of `pack_bits`, as int64; refuses a stream of another length or with stray bits."""
+    if stream.dtype != torch.uint8 or stream.dim() != 1 or stream.numel() != -(-count * bits // 8):
+        raise FileError(f"expected {-(-count * bits // 8)} bytes for {count} values of {bits} bits")
+    planes: NDArray[np.uint8] = np.unpackbits(stream.numpy(), bitorder="little")
+    if planes[count * bits :].any():
+        raise FileError("stray bits after the last value")
+    flat = np.zeros(count, np.int64)
+    for bit in range(bits):
+        flat |= planes[bit : count * bits : bits].astype(np.int64) << bit
+    return torch.from_numpy(flat)
+
+
+def _metadata(path: Path, content: bytes) -> dict[str, str]:
+    length = struct.unpack("<Q", content[:8])[0] if len(content) >= 8 else 0
+    if not 2 <= length <= min(len(content) - 8, MAX_HEADER):
+        raise FileError(f"{path} is no safetensors file, or was cut short")
+    try:
+        text = content[8 : 8 + length].decode()
+    except UnicodeDecodeError as error:
+        raise FileError(f"{path} is no safetensors file: {error}") from error
+    header = _json(path, text)
+    metadata = header.get("__metadata__", {}) if isinstance(header, dict) else None
+    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+        raise FileError(f"{path} is no safetensors file, or is damaged: its header has no usable metadata")
+    return metadata
+
+
+def _json(path: Path, text: str) -> Any:
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        result = dict(pairs)
+        if len(result) != len(pairs):
+            raise ValueError("a key stands twice")
+        return result
+
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no JSON")
+
+    try:
+        return json.loads(text, object_pairs_hook=once, parse_constant=refuse)
+    except (ValueError, RecursionError) as error:
+        raise FileError(f"{path} is damaged: its header cannot be read ({error})") from error
+
+
+def _checksum(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:
+    state = hashlib.sha256()
+    for key in ("format", "version", "header"):
+        state.update(f"{key}={metadata.get(key, '')}\n".encode())
+    for name in sorted(tensors):
+        tensor = tensors[name]
+        state.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        state.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return state.hexdigest()
