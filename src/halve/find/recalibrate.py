@@ -9,6 +9,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from halve.errors import DataError, ModelError
 from halve.find.batches import Forward, Progress, images_of, iterate, run
 from halve.masks.apply import Changed, apply
+from halve.masks.layers import clone
 from halve.masks.mask import MaskSet
 
 
@@ -21,10 +22,14 @@ def recalibrate(
     progress: Progress | None = None,
     changed: Changed = "warn",
 ) -> MaskSet:
-    """The same masks, with BatchNorm statistics measured on `data` (no labels needed) while the masks are on.
+    """The same masks, with BatchNorm statistics corrected for what the masks shift, measured on `data` (no labels).
 
-    The statistics travel with the masks and are put on by `apply`; the model stays as it is. Mean and variance are
-    averages over the batches: a few thousand images in batches of 64 or more are enough.
+    Both the dense and the masked model run over the same images with batch statistics; the difference between the two
+    is put on the statistics that the model came with: means move by it, variances scale by the ratio. So a mask that
+    changes nothing changes no statistics, and images that are not quite like the training images (other crops, no
+    augmentation) do no harm. A few thousand images in batches of 64 or more are enough.
+
+    The statistics travel with the masks and are put on by `apply`; the model stays as it is.
 
     >>> import halve
     >>> model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 36, 2)).eval()
@@ -32,30 +37,48 @@ def recalibrate(
     >>> sorted(masks.statistics)
     ['1.running_mean', '1.running_var']
     """
-    copy = apply(model, MaskSet(masks), changed=changed).eval()
-    norms = {
-        name: module
-        for name, module in copy.named_modules()
-        if isinstance(module, _BatchNorm) and module.running_mean is not None
-    }
+    sparse = apply(model, MaskSet(masks), changed=changed)
+    dense = clone(model)
+    norms, before = _measuring_(sparse), _measuring_(dense)
     if not norms:
         raise ModelError(f"{type(model).__name__} has no BatchNorm with running statistics: nothing to recalibrate")
-    for norm in norms.values():
-        norm.reset_running_stats()
-        norm.momentum = None  # the plain average over all batches
-        norm.train()
+    original = dict(model.named_buffers())
     images = 0
     with torch.no_grad():
         for batch in iterate(data, progress, "BatchNorm statistics"):
-            output = run(copy, batch, forward)
+            output = run(sparse, batch, forward)
+            run(dense, batch, forward)
             images += len(images_of(batch)) if forward is None else len(output)
     statistics: dict[str, Tensor] = {}
     for name, norm in norms.items():
         if int(norm.num_batches_tracked or 0) == 0:
             continue  # this layer does not run at inference, such as an auxiliary classifier
-        for key in ("running_mean", "running_var"):
-            value: Tensor = getattr(norm, key)
-            if not bool(value.isfinite().all()):
-                raise DataError(f"layer {name} gets NaN or infinite inputs: check the images and their normalisation")
-            statistics[f"{name}.{key}"] = value
+        mean, variance = original[f"{name}.running_mean"], original[f"{name}.running_var"]
+        shift = _of(norm, "running_mean") - _of(before[name], "running_mean")
+        eps = norm.eps
+        ratio = (_of(norm, "running_var") + eps) / (_of(before[name], "running_var") + eps)
+        statistics[f"{name}.running_mean"] = mean + shift
+        statistics[f"{name}.running_var"] = ((variance + eps) * ratio - eps).clamp(min=0)
+        if not all(bool(statistics[f"{name}.{key}"].isfinite().all()) for key in ("running_mean", "running_var")):
+            raise DataError(f"layer {name} gets NaN or infinite inputs: check the images and their normalisation")
     return masks.with_statistics(statistics).with_recipe(recalibrated_on_images=images)
+
+
+def _measuring_(copy: nn.Module) -> dict[str, _BatchNorm]:
+    """Set every BatchNorm of a copy to normalise with, and average, the statistics of each batch."""
+    copy.eval()
+    norms = {
+        name: module
+        for name, module in copy.named_modules()
+        if isinstance(module, _BatchNorm) and module.running_mean is not None
+    }
+    for norm in norms.values():
+        norm.reset_running_stats()
+        norm.momentum = None  # the plain average over all batches
+        norm.train()
+    return norms
+
+
+def _of(norm: nn.Module, key: str) -> Tensor:
+    value: Tensor = getattr(norm, key)
+    return value

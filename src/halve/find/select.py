@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 from halve.errors import ModelError, listed
 from halve.find.head import find_heads
-from halve.masks.layers import kind_of, weight_key, weight_of, zeros_stay_zero
+from halve.masks.layers import has_weight, kind_of, weight_key, weight_of, zeros_stay_zero
 from halve.masks.layout import ORDERS, Layout, Order
 from halve.masks.pattern import Pattern
 
@@ -112,7 +112,7 @@ def select(
     only, never, extra = _globs(include), _globs(exclude), _globs(also)
     if order not in ORDERS or remainder not in REMAINDERS:
         raise ModelError(f"order={order!r}, remainder={remainder!r}: orders are {ORDERS}, remainders {REMAINDERS}")
-    layers = [(name, module) for name, module in model.named_modules() if _is_listed(module)]
+    layers = [(name, module) for name, module in model.named_modules() if _is_listed(name, module)]
     for glob in (*(only or ()), *(never or ()), *(extra or ()), *patterns):
         if glob != "*" and not any(fnmatchcase(name, glob) for name, _ in layers):
             raise ModelError(
@@ -177,6 +177,8 @@ def _unusable(name: str, module: nn.Module, owners: Mapping[int, Sequence[str]])
         return "no convolution or Linear"
     if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
         return "not initialised yet: run the model once"
+    if not has_weight(module):
+        return "it has no weight"
     weight = weight_of(module)
     if weight.is_meta or weight.layout != torch.strided or not weight.is_floating_point():
         return f"its weight is {weight.dtype} on {weight.device.type}, {weight.layout}: no dense floating-point numbers"
@@ -193,6 +195,8 @@ def _owners(model: nn.Module) -> dict[int, list[str]]:
     foreign: dict[int, list[str]] = {}
     layers: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
+        if _is_inner(name):
+            continue
         if kind_of(module) is not None:
             layers.setdefault(_key(module), []).append(name)
         else:
@@ -202,12 +206,19 @@ def _owners(model: nn.Module) -> dict[int, list[str]]:
     return {key: foreign.get(key, []) + names for key, names in layers.items()}
 
 
+def _is_inner(name: str) -> bool:
+    """Whether this module is part of how another one's weight is computed."""
+    return "parametrizations" in name.split(".")
+
+
 def _key(module: nn.Module) -> int:
     return weight_key(module) if kind_of(module) is not None else 0
 
 
-def _is_listed(module: nn.Module) -> bool:
+def _is_listed(name: str, module: nn.Module) -> bool:
     """Layers in the table: convolutions and Linear, and whatever else directly holds a matrix."""
+    if _is_inner(name):
+        return False
     return kind_of(module) is not None or any(
         p is not None and not is_lazy(p) and p.dim() > 1 for p in module._parameters.values()
     )
@@ -216,6 +227,8 @@ def _is_listed(module: nn.Module) -> bool:
 def _shape(module: nn.Module) -> tuple[int, ...]:
     if kind_of(module) is None:
         return max((tuple(p.shape) for p in module._parameters.values() if p is not None), key=len)
+    if not has_weight(module):
+        return ()
     lazy = any(is_lazy(parameter) for parameter in module.parameters(recurse=False))
     return () if lazy else tuple(weight_of(module).shape)
 

@@ -94,7 +94,7 @@ def _changed_message(updates: dict[str, float]) -> str:
 
 
 def _put_statistics_(copy: nn.Module, statistics: dict[str, Tensor]) -> None:
-    buffers = dict(copy.named_buffers())
+    buffers = dict(copy.named_buffers(remove_duplicate=False))
     for name, value in statistics.items():
         if name not in buffers or buffers[name].shape != value.shape:
             raise MaskError(

@@ -6,6 +6,7 @@ layer the header holds pattern, layout and digests, the tensor `codes:LAYER` the
 `statistics:BUFFER` are recalibrated BatchNorm buffers.
 """
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -58,7 +59,7 @@ def load(path: str | Path) -> MaskSet:
 
 def header_of(masks: MaskSet) -> dict[str, Any]:
     """What the header says of a MaskSet."""
-    return {"layers": {name: _describe(mask) for name, mask in masks.items()}, "recipe": dict(masks.recipe)}
+    return {"layers": {name: _describe(mask) for name, mask in masks.items()}, "recipe": masks.recipe}
 
 
 def tensors_of(masks: MaskSet) -> dict[str, Tensor]:
@@ -138,6 +139,6 @@ def _fingerprint(name: str, entry: Mapping[str, Any], tensors: dict[str, Tensor]
     sketch = tensors.pop(f"sketch:{name}")
     if sketch.dtype != torch.float32 or tuple(sketch.shape) != (SKETCH,) or not bool(sketch.isfinite().all()):
         raise ValueError(f"the sketch must hold {SKETCH} finite 32-bit floats")
-    if not all(isinstance(digest, str) and len(digest) == 64 for digest in (dense, masked)):
+    if not all(isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest) for digest in (dense, masked)):
         raise ValueError("digests must have 64 hexadecimal digits")
     return Fingerprint(dense, masked, tuple(sketch.tolist()))

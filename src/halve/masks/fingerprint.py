@@ -2,7 +2,7 @@
 
 Two digests tell whether the weight (dense, or with the mask put on) is still the same to the bit. A sketch of 128
 numbers tells how large an update was: it is linear in the weight, so the sketch of a difference is the difference of
-the sketches, and its norm estimates the norm of the difference (standard error about 6 %).
+the sketches, and its norm estimates the norm of the difference (standard error about 6 %, of a ratio of two 9 %).
 """
 
 import hashlib
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 SKETCH = 128
+_MAX = float(np.finfo(np.float32).max)
 _CHUNK = 1 << 20  # a multiple of SKETCH
 
 
@@ -35,18 +36,20 @@ class Fingerprint:
 
     @classmethod
     def of(cls, weight: Tensor, masked: Tensor) -> "Fingerprint":
-        return cls(digest(weight), digest(masked), tuple(sketch(weight).astype(np.float32).tolist()))
+        numbers = np.clip(sketch(weight), -_MAX, _MAX).astype(np.float32)
+        return cls(digest(weight), digest(masked), tuple(numbers.tolist()))
 
     def update(self, weight: Tensor) -> float:
         """About ||weight - old|| / ||old||, the old weight being the one that the fingerprint was taken of."""
         old = np.asarray(self.sketch)
         norm = float(np.linalg.norm(old))
-        return float(np.linalg.norm(sketch(weight) - old)) / norm if norm else float("inf")
+        step = float(np.linalg.norm(sketch(weight) - old))
+        return step / norm if norm else float("inf") if step else 0.0
 
 
 def digest(weight: Tensor) -> str:
     """SHA-256 of dtype, shape and bytes, in hexadecimal."""
-    plain = weight.detach().cpu().contiguous()
+    plain = weight.detach().cpu().clone(memory_format=torch.contiguous_format)
     state = hashlib.sha256(f"{plain.dtype} {tuple(plain.shape)}\n".encode())
     state.update(plain.reshape(-1).view(torch.uint8).numpy().data)
     return state.hexdigest()
@@ -54,13 +57,12 @@ def digest(weight: Tensor) -> str:
 
 def sketch(weight: Tensor) -> NDArray[np.float64]:
     """Signed sums of every 128th weight; the signs come from a fixed hash of the position."""
-    flat = weight.detach().cpu().float().reshape(-1).numpy()
+    flat = weight.detach().cpu().double().reshape(-1).numpy()
     total = np.zeros(SKETCH)
     for start in range(0, flat.size, _CHUNK):
-        part = flat[start : start + _CHUNK].astype(np.float64)
-        part *= _signs(start, part.size)
-        part.resize(-(-part.size // SKETCH) * SKETCH)
-        total += part.reshape(-1, SKETCH).sum(0)
+        part = flat[start : start + _CHUNK]
+        signed = np.pad(part * _signs(start, part.size), (0, -part.size % SKETCH))
+        total += signed.reshape(-1, SKETCH).sum(0)
     return total
 
 

@@ -1,9 +1,9 @@
 """Mask and MaskSet: what is kept in each layer of a model."""
 
+import copy
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -54,8 +54,8 @@ class Mask:
         real = self.layout.real()
         tail = ~real.all(1)
         wanted = real[tail].sum(1).clamp(max=self.pattern.kept)
-        kept = (self.pattern.decode(self.stored_codes[:, tail]) & real[tail]).sum(2)
-        if not bool((kept == wanted).all()):
+        places = (self.pattern.table() & real[tail][0]).sum(1)  # the same for every segment's last block
+        if not bool((places[self.stored_codes[:, tail].long()] == wanted).all()):
             raise MaskError("a virtual column takes a kept place that a real weight could have")
 
     @classmethod
@@ -63,7 +63,8 @@ class Mask:
         """Keep the N highest scores of each block; `scores` has the weight's shape."""
         if not bool(scores.isfinite().all()):
             raise MaskError("scores must be finite")
-        return cls(pattern, layout, pattern.choose(layout.to_blocks(scores.float(), fill=float("-inf"))))
+        comparable = scores if scores.is_floating_point() else scores.double()
+        return cls(pattern, layout, pattern.choose(layout.to_blocks(comparable, fill=float("-inf"))))
 
     @classmethod
     def from_kept(cls, pattern: Pattern, layout: Layout, kept: Tensor) -> "Mask":
@@ -136,9 +137,9 @@ class MaskSet(Mapping[str, Mask]):
         statistics: Mapping[str, Tensor] | None = None,
         recipe: Mapping[str, Any] | None = None,
     ) -> None:
-        self._masks = MappingProxyType(dict(masks))
+        self._masks = dict(masks)
         self._statistics = {name: value.detach().cpu().clone() for name, value in (statistics or {}).items()}
-        self.recipe: Mapping[str, Any] = MappingProxyType(dict(recipe or {}))
+        self._recipe = dict(recipe or {})
 
     def __getitem__(self, name: str) -> Mask:
         return self._masks[name]
@@ -154,7 +155,7 @@ class MaskSet(Mapping[str, Mask]):
             return NotImplemented
         mine, theirs = self._statistics, other._statistics
         return (
-            dict(self._masks) == dict(other._masks)
+            self._masks == other._masks
             and mine.keys() == theirs.keys()
             and all(torch.equal(mine[name], theirs[name]) for name in mine)
         )
@@ -164,6 +165,11 @@ class MaskSet(Mapping[str, Mask]):
     def __repr__(self) -> str:
         layers = f"{len(self)} layer{'' if len(self) == 1 else 's'}"
         return f"MaskSet({layers}, {self.weights:,} weights, {self.density:.1%} kept)".replace("%", " %")
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """How the masks were made, plain JSON values: a copy."""
+        return copy.deepcopy(self._recipe)
 
     @property
     def statistics(self) -> dict[str, Tensor]:
@@ -194,11 +200,11 @@ class MaskSet(Mapping[str, Mask]):
 
     def with_statistics(self, statistics: Mapping[str, Tensor]) -> "MaskSet":
         """The same masks with recalibrated BatchNorm buffers."""
-        return MaskSet(self._masks, statistics, self.recipe)
+        return MaskSet(self._masks, statistics, self._recipe)
 
     def with_recipe(self, **entries: Any) -> "MaskSet":
         """The same masks with entries of the recipe added or replaced."""
-        return MaskSet(self._masks, self._statistics, {**self.recipe, **entries})
+        return MaskSet(self._masks, self._statistics, {**self._recipe, **entries})
 
     def save(self, path: str | Path) -> Path:
         """Write `NAME.masks.safetensors`; atomic. `halve.load` reads it."""

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from halve.errors import FileError, HalveError
+from halve.errors import FileError, HalveError, MaskError, ModelError
 from halve.masks import storage
 from halve.masks.apply import Changed, apply
 from halve.masks.file import header_of, masks_from, tensors_of
@@ -48,17 +48,21 @@ def pack(
     >>> torch.equal(state["0.weight"], halve.apply(model, masks)[0].weight), again == masks
     (True, True)
     """
+    if dtype is not None and not dtype.is_floating_point:
+        raise MaskError(
+            f"dtype={dtype} would destroy the weights: pack in a floating-point type, such as torch.float16"
+        )
     state = apply(model, masks, changed=changed).state_dict(keep_vars=True)
     first = _first_names(state, masks)
     tensors, aliases = tensors_of(masks), {}
     for name, value in state.items():
-        value = value.detach()
-        if dtype is not None and value.is_floating_point():
-            value = value.to(dtype)
-        layer = name.removesuffix(".weight")
+        if not isinstance(value, Tensor):
+            raise ModelError(f"the state dict entry {name} is a {type(value).__name__}: only tensors can be packed")
+        value = _cast(name, value.detach(), dtype)
+        layer = _layer(name)
         if first[name] != name:
             aliases[name] = first[name]
-        elif name.endswith(".weight") and layer in masks:
+        elif layer is not None and layer in masks:
             mask = masks[layer]
             kept = mask.pattern.decode(mask.stored_codes)
             shape = (*mask.stored_codes.shape, mask.pattern.kept)
@@ -69,10 +73,25 @@ def pack(
     return storage.write(path, FORMAT, {**header_of(masks), "aliases": aliases}, tensors)
 
 
+def _cast(name: str, value: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if dtype is None or not value.is_floating_point():
+        return value
+    result = value.to(dtype)
+    if bool(result.isinf().any()) and not bool(value.isinf().any()):
+        raise ModelError(f"{name} holds values up to {float(value.abs().max()):.3g}, too large for {dtype}")
+    return result
+
+
+def _layer(name: str) -> str | None:
+    """The layer whose weight a state-dict entry is; '' for a model that is one layer."""
+    head, _, tail = name.rpartition(".")
+    return head if tail == "weight" else None
+
+
 def _first_names(state: dict[str, Tensor], masks: MaskSet) -> dict[str, str]:
     """For each name the one under which its tensor is stored; ties are stored once, a masked layer's name first."""
     seen: dict[int, str] = {}
-    names = sorted(state, key=lambda name: name.removesuffix(".weight") not in masks)
+    names = sorted(state, key=lambda name: _layer(name) not in masks)
     return {name: seen.setdefault(id(state[name]), name) for name in names}
 
 
@@ -89,10 +108,15 @@ def unpack(path: str | Path) -> Unpacked:
     masks = masks_from(path, header, tensors, codes)
     try:
         state = {
-            f"{name}.weight": _weight(mask, kept[name], tensors.pop(f"values:{name}")) for name, mask in masks.items()
+            f"{name}.weight".lstrip("."): _weight(mask, kept[name], tensors.pop(f"values:{name}"))
+            for name, mask in masks.items()
         }
-        state |= {key.removeprefix("tensor:"): tensors.pop(key) for key in list(tensors) if key.startswith("tensor:")}
-        state |= {name: state[other] for name, other in header["aliases"].items()}
+        more = {key.removeprefix("tensor:"): tensors.pop(key) for key in list(tensors) if key.startswith("tensor:")}
+        aliases = header["aliases"]
+        if more.keys() & state.keys() or aliases.keys() & (more | state).keys():
+            raise FileError("a tensor stands twice")
+        state |= more
+        state |= {name: state[other] for name, other in aliases.items()}
     except (HalveError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise FileError(f"{path} is damaged: {error}") from error
     if tensors:

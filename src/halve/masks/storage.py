@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from safetensors import SafetensorError
 from torch import Tensor
 
-from halve.errors import FileError
+from halve.errors import FileError, listed
 
 VERSION = 1
 MAX_BYTES = 1 << 36  # 64 GiB: no convolutional network comes near
@@ -33,18 +33,32 @@ MAX_HEADER = 100_000_000  # safetensors' own limit
 def write(path: str | Path, format_: str, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
     """Write the envelope atomically and return the path."""
     try:
-        text = json.dumps(header, allow_nan=False, ensure_ascii=False, sort_keys=True)
-    except (TypeError, ValueError) as error:
+        text = json.dumps(header, allow_nan=False, ensure_ascii=False)
+        text.encode()
+    except (TypeError, ValueError, RecursionError) as error:
         raise FileError(f"cannot write {path}: the header holds what JSON cannot: {error}") from error
-    plain = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
     metadata = {"format": format_, "version": str(VERSION), "header": text}
-    metadata["sha256"] = _checksum(metadata, plain)
-    return write_atomically(path, safetensors.torch.save(plain, metadata))
+    return write_atomically(path, _serialised(path, tensors, metadata))
+
+
+def _serialised(path: str | Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> bytes:
+    try:
+        plain = {
+            name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
+        }
+        return safetensors.torch.save(plain, metadata | {"sha256": _checksum(metadata, plain)})
+    except (RuntimeError, KeyError, ValueError) as error:  # sparse, complex or meta tensors
+        kinds = listed(
+            sorted({f"{tensor.dtype} {tensor.layout} on {tensor.device.type}" for tensor in tensors.values()})
+        )
+        raise FileError(f"cannot write {path}: a tensor cannot be stored ({error}); there are {kinds}") from error
 
 
 def write_atomically(path: str | Path, content: bytes) -> Path:
     """Write beside the path, flush to disk, then rename: a reader sees the old file or the new one, never a part."""
     path = Path(path)
+    if not path.name or "\0" in str(path):
+        raise FileError(f"cannot write {str(path)!r}: it names no file")
     sibling = path.with_name(f".{path.name}.{secrets.token_hex(6)}.part")
     try:
         with open(os.open(sibling, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
@@ -56,7 +70,7 @@ def write_atomically(path: str | Path, content: bytes) -> Path:
         hint = "free some space or choose another folder" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check it"
         raise FileError(f"cannot write {path}: {error.strerror or error}; nothing was written, {hint}") from error
     finally:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):
             sibling.unlink()
     return path
 
@@ -81,7 +95,7 @@ def read(path: str | Path, formats: Iterable[str]) -> tuple[str, dict[str, Any],
         raise FileError(f"{path} is damaged: {error}") from error
     if _checksum(metadata, tensors) != metadata.get("sha256"):
         raise FileError(f"{path} is damaged: its checksum does not fit its content; write or copy it again")
-    header = _json(path, metadata["header"])
+    header = _json(path, metadata.get("header", ""))
     if not isinstance(header, dict):
         raise FileError(f"{path} is damaged: its header is no JSON object")
     return metadata["format"], header, tensors

@@ -1,0 +1,23 @@
+"""The command line: `halve COMMAND --help` shows each command with an example."""
+
+import sys
+import warnings
+from typing import Any
+
+from halve.errors import HalveError
+
+
+def main() -> None:
+    """Entry point. Exit codes: 0 done, 1 a check failed, 2 bad input or usage, 130 interrupted."""
+    from halve.cli.app import app
+    from halve.cli.show import fail, note
+
+    def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+        note(f"warning: {message}")
+
+    warnings.showwarning = show
+    try:
+        app()
+    except HalveError as error:
+        fail(str(error))
+        sys.exit(2)

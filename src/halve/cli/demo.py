@@ -1,0 +1,79 @@
+"""halve demo: the whole way on built-in data."""
+
+import time
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import halve
+from halve.check.evaluate import Evaluation
+from halve.cli import options as o
+from halve.cli import show
+from halve.cli.check import row_of
+from halve.errors import FileError
+from halve.masks.mask import MaskSet
+from halve.sources.data import load_data
+from halve.sources.weights import save_state
+
+
+def demo(
+    out: Annotated[Path, typer.Option(help="Folder for the files.")] = Path("demo-out"),
+    seed: Annotated[int, typer.Option(help="Seed of the training.")] = 0,
+    json: o.Json = False,
+) -> None:
+    """Train a small ResNet on handwritten digits, mask half of its weights, compare, verify and write all files.
+
+    halve demo --out demo-out
+    """
+    from halve.sources.digits import train_digits
+
+    started = time.perf_counter()
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FileError(f"cannot make the folder {out}: {error.strerror}") from error
+    model = train_digits(seed=seed, progress=show.track)
+    test = load_data("digits:test", batch_size=250).loader
+    calibration = load_data("digits:train", batch_size=128, shuffle=True, seed=seed).loader
+
+    random = halve.prune(model, "random", seed=seed)
+    magnitude = halve.prune(model, "magnitude")
+    recalibrated = halve.recalibrate(model, magnitude, calibration)
+    methods: dict[str, MaskSet] = {
+        "any two of four (random)": random,
+        "the two largest (magnitude)": magnitude,
+        "the same, BatchNorm recalibrated": recalibrated,
+    }
+    results = {name: halve.evaluate(model, test, masks) for name, masks in methods.items()}
+
+    dense_file = save_state(model.state_dict(), out / "digits.safetensors")
+    mask_file = recalibrated.save(out / "digits.masks.safetensors")
+    packed_file = halve.pack(model, recalibrated, out / "digits.packed.safetensors")
+    verified = halve.verify(model, halve.load(mask_file))
+    files = {path.name: path.stat().st_size for path in (dense_file, mask_file, packed_file)}
+    seconds = time.perf_counter() - started
+    if json:
+        shown = {name: asdict(result) for name, result in results.items()}
+        show.as_json({"results": shown, "verified": verified.ok, "files": files, "seconds": seconds})
+    else:
+        _tell(results, recalibrated, verified.ok, files, out, seconds)
+    if not verified.ok:
+        raise typer.Exit(1)
+
+
+def _tell(
+    results: dict[str, Evaluation], masks: MaskSet, ok: bool, files: dict[str, int], out: Path, seconds: float
+) -> None:
+    first = next(iter(results.values()))
+    show.table(
+        f"A ResNet on {first.images} handwritten digits; {masks.weights:,} weights masked 2:4, none changed",
+        ("kept weights", ">top-1", ">top-5", ">agreement", ">mean KL"),
+        [row_of("all (dense)", first, dense=True), *(row_of(name, result) for name, result in results.items())],
+    )
+    show.say("")
+    for name, count in files.items():
+        show.say(f"{out / name}  {show.size(count)}")
+    show.say(f"verify: {'all masks legal, weights unchanged' if ok else 'FAILED'}; {seconds:.0f} s in all")
+    show.say(f"next: halve inspect {out / 'digits.masks.safetensors'}")

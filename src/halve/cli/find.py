@@ -1,0 +1,101 @@
+"""halve select, halve prune."""
+
+from typing import Annotated
+
+import typer
+
+import halve
+from halve.cli import options as o
+from halve.cli import show
+from halve.errors import DataError
+from halve.find.scores import NEEDS_DATA, SCORES
+
+
+def select(
+    model: o.Model,
+    weights: o.Weights = None,
+    pattern: o.PatternOption = None,
+    include: o.Include = None,
+    exclude: o.Exclude = None,
+    also: o.Also = None,
+    order: o.OrderOption = "channels",
+    remainder: o.Remainder = "skip",
+    json: o.Json = False,
+) -> None:
+    """Show every layer of a model, masked or not, and why.
+
+    halve select torchvision:resnet50 --exclude 'layer1.*'
+    """
+    opened = o.open_model(model, weights, "cpu")
+    chosen = halve.select(opened.model, **o.selection(pattern, include, exclude, also, order, remainder))
+    rows = [(c.name, c.type, "x".join(map(str, c.shape)), str(c.pattern or "dense"), c.reason) for c in chosen]
+    if json:
+        keys = ("layer", "type", "shape", "pattern", "reason")
+        show.as_json(
+            [dict(zip(keys, row, strict=True)) | {"masked": c.masked} for row, c in zip(rows, chosen, strict=True)]
+        )
+        return
+    show.table(model, ("layer", "type", ">weights", "pattern", "why"), rows)
+    inside = sum(c.layout.weights for c in chosen if c.layout)
+    total = sum(p.numel() for p in opened.model.parameters())
+    show.say(
+        f"{len(chosen.masked)} of {len(chosen)} layers masked, "
+        f"{show.percent(inside / max(total, 1), 1)} of all parameters"
+    )
+
+
+def prune(
+    model: o.Model,
+    weights: o.Weights = None,
+    score: Annotated[
+        str, typer.Option(help="; ".join(f"{name}: {text}" for name, text in SCORES.items()) + ".")
+    ] = "magnitude",
+    data: o.OptionalData = None,
+    recalibrate: Annotated[
+        bool, typer.Option(help="Measure BatchNorm statistics on --data; they go into the mask file.")
+    ] = False,
+    out: o.OptionalOut = None,
+    pattern: o.PatternOption = None,
+    include: o.Include = None,
+    exclude: o.Exclude = None,
+    also: o.Also = None,
+    order: o.OrderOption = "channels",
+    remainder: o.Remainder = "skip",
+    images: o.Images = 2048,
+    batch: o.Batch = 64,
+    seed: Annotated[int, typer.Option(help="Which images, their order, and the random score.")] = 0,
+    size: o.Size = None,
+    resize: o.Resize = None,
+    mean: o.Mean = None,
+    std: o.Std = None,
+    workers: o.Workers = None,
+    device: o.Device = "auto",
+    json: o.Json = False,
+) -> None:
+    """Choose masks at once, by a score, and write them to a file beside the checkpoint.
+
+    halve prune zoo.py:net --weights net.safetensors --score wanda --data photos/ --recalibrate
+    """
+    if data is None and (recalibrate or score in NEEDS_DATA):
+        raise DataError(f"{'--recalibrate' if recalibrate else f'--score {score}'} needs images: pass --data")
+    opened = o.open_model(model, weights, device, size, resize, mean, std)
+    batches = None
+    if data is not None:
+        batches = opened.data(data, batch=batch, workers=workers, limit=images, shuffle=True, seed=seed).loader
+    masks = halve.prune(
+        opened.model,
+        score,
+        batches,
+        recalibrate=recalibrate,
+        seed=seed,
+        progress=show.track,
+        **o.selection(pattern, include, exclude, also, order, remainder),
+    ).with_recipe(source=opened.source.spec, weights=opened.source.weights, data=data)
+    path = masks.save(out or o.default_masks_path(model, weights))
+    if json:
+        show.as_json({"file": str(path), "layers": len(masks), "weights": masks.weights, "density": masks.density})
+        return
+    show.say(
+        f"{path}: {len(masks)} layers, {masks.weights:,} weights, {show.percent(masks.density, 1)} kept, "
+        f"{show.size(path.stat().st_size)} on disk"
+    )

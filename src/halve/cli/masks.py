@@ -1,0 +1,144 @@
+"""halve apply, halve inspect, halve pack, halve unpack."""
+
+import json as json_
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+import halve
+from halve.cli import options as o
+from halve.cli import show
+from halve.errors import FileError
+from halve.masks import file, packed, storage
+from halve.masks.mask import MaskSet
+from halve.sources.weights import save_state
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+
+
+def apply(
+    model: o.Model,
+    masks: o.Masks,
+    out: o.Out,
+    weights: o.Weights = None,
+    changed: o.Changed = "warn",
+    json: o.Json = False,
+) -> None:
+    """Write a checkpoint with the masks put on: same names and shapes, zeros where nothing is kept.
+
+    halve apply zoo.py:net --weights net.safetensors --masks net.masks.safetensors --out sparse.safetensors
+    """
+    opened = o.open_model(model, weights, "cpu")
+    sparse = halve.apply(opened.model, halve.load(masks), changed=changed)  # type: ignore[arg-type]
+    path = save_state(sparse.state_dict(), out)
+    zeros = sum(int((p == 0).sum()) for p in sparse.parameters())
+    total = sum(p.numel() for p in sparse.parameters())
+    if json:
+        show.as_json({"file": str(path), "zeros": zeros, "parameters": total})
+        return
+    show.say(f"{path}: {zeros:,} of {total:,} parameters are zero ({show.percent(zeros / total, 1)})")
+
+
+def inspect(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="A mask file or a packed checkpoint.")],
+    json: o.Json = False,
+) -> None:
+    """Show what a mask file or a packed checkpoint holds.
+
+    halve inspect net.masks.safetensors
+    """
+    kind, _, _ = storage.read(path, [file.FORMAT, packed.FORMAT])
+    masks = halve.load(path) if kind == file.FORMAT else halve.unpack(path).masks
+    if json:
+        show.as_json(_described(path, kind, masks))
+        return
+    rows = [
+        (
+            name,
+            str(mask.pattern),
+            "x".join(map(str, mask.layout.shape)),
+            mask.layout.order
+            + (", permuted" if mask.layout.channel_order else "")
+            + (", padded" if mask.layout.virtual else ""),
+            show.percent(mask.density, 1),
+            mask.fingerprint.dense[:12] if mask.fingerprint else "-",
+        )
+        for name, mask in masks.items()
+    ]
+    show.table(str(path), ("layer", "pattern", ">weights", "blocks", ">kept", "weight digest"), rows)
+    bits = 8 * path.stat().st_size / max(masks.weights, 1)
+    show.say(
+        f"{kind}, {show.size(path.stat().st_size)}, {len(masks)} layers, {masks.weights:,} weights, "
+        f"{show.percent(masks.density, 1)} kept, {bits:.2f} bits per weight"
+    )
+    if masks.statistics:
+        show.say(f"carries recalibrated statistics of {len(masks.statistics) // 2} BatchNorm layers")
+    for key, value in masks.recipe.items():
+        show.say(f"  {key}: {value if isinstance(value, str) else json_.dumps(value)}")
+
+
+def pack(
+    model: o.Model,
+    masks: o.Masks,
+    out: o.Out,
+    weights: o.Weights = None,
+    dtype: Annotated[str | None, typer.Option(help=f"Cast to one of {', '.join(DTYPES)} first.")] = None,
+    changed: o.Changed = "warn",
+    json: o.Json = False,
+) -> None:
+    """Write a packed checkpoint: kept values and their indices only, about 56 % of the dense size in fp16.
+
+    halve pack zoo.py:net --weights net.safetensors --masks net.masks.safetensors --out net.packed.safetensors
+    """
+    if dtype is not None and dtype not in DTYPES:
+        raise FileError(f"--dtype {dtype}: there are {', '.join(DTYPES)}")
+    opened = o.open_model(model, weights, "cpu")
+    chosen = DTYPES[dtype] if dtype else None
+    path = halve.pack(opened.model, halve.load(masks), out, dtype=chosen, changed=changed)  # type: ignore[arg-type]
+    dense = sum(
+        value.numel() * (chosen.itemsize if chosen and value.is_floating_point() else value.element_size())
+        for value in opened.model.state_dict().values()
+    )
+    share = path.stat().st_size / dense
+    if json:
+        show.as_json({"file": str(path), "bytes": path.stat().st_size, "dense_bytes": dense, "share": share})
+        return
+    show.say(f"{path}: {show.size(path.stat().st_size)}, {show.percent(share, 1)} of the dense {show.size(dense)}")
+
+
+def unpack(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="A packed checkpoint.")],
+    out: o.Out,
+    masks_out: Annotated[Path | None, typer.Option(help="Also write the masks to this file.")] = None,
+    json: o.Json = False,
+) -> None:
+    """Turn a packed checkpoint into an ordinary one, zeros and all, without loss.
+
+    halve unpack net.packed.safetensors --out sparse.safetensors
+    """
+    state, masks = halve.unpack(path)
+    written = [save_state(state, out)]
+    if masks_out is not None:
+        written.append(masks.save(masks_out))
+    if json:
+        show.as_json({"files": [str(p) for p in written], "tensors": len(state), "layers": len(masks)})
+        return
+    show.say(f"{', '.join(map(str, written))}: {len(state)} tensors, {len(masks)} masked layers")
+
+
+def _described(path: Path, kind: str, masks: MaskSet) -> dict[str, object]:
+    layers = file.header_of(masks)["layers"]
+    for name, mask in masks.items():
+        layers[name] |= {"density": mask.density, "permuted": mask.layout.channel_order is not None}
+    return {
+        "file": str(path),
+        "format": kind,
+        "bytes": path.stat().st_size,
+        "weights": masks.weights,
+        "density": masks.density,
+        "layers": layers,
+        "statistics": sorted(masks.statistics),
+        "recipe": masks.recipe,
+    }

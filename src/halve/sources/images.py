@@ -1,0 +1,130 @@
+"""Labelled pictures from folders and WebDataset tars, as map-style datasets of (image, label)."""
+
+import glob
+import io
+import itertools
+import re
+import tarfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+from PIL import Image, UnidentifiedImageError
+from torch.utils.data import Dataset
+
+from halve.errors import DataError, listed
+
+ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff")
+
+
+@dataclass(frozen=True)
+class Picture:
+    """Where one picture's bytes lie; `size` is None for a file of its own."""
+
+    path: Path
+    label: int | None
+    offset: int = 0
+    size: int | None = None
+    name: str = ""
+
+    def read(self) -> bytes:
+        with self.path.open("rb") as file:
+            file.seek(self.offset)
+            return file.read() if self.size is None else file.read(self.size)
+
+
+class Pictures(Dataset[Any]):
+    """Pictures with labels into `class_names`; without labels where there are no class folders."""
+
+    def __init__(
+        self, pictures: Sequence[Picture], class_names: Sequence[str], transform: Callable[[Any], Any]
+    ) -> None:
+        self.pictures, self.class_names, self.transform = list(pictures), list(class_names), transform
+
+    def __len__(self) -> int:
+        return len(self.pictures)
+
+    def __getitem__(self, index: int) -> Any:
+        picture = self.pictures[index]
+        where = f"{picture.path}{':' + picture.name if picture.name else ''}"
+        try:
+            with Image.open(io.BytesIO(picture.read())) as image:
+                result = self.transform(image.convert("RGB"))
+        except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+            raise DataError(f"{where} is no readable picture: {error}") from error
+        return result if picture.label is None else (result, picture.label)
+
+
+def find_pictures(where: str) -> tuple[list[Picture], list[str]]:
+    """The pictures of a folder (one subfolder per class, or none), of a tar, or of several: `shard-{000..003}.tar`."""
+    path = Path(where)
+    if path.is_dir() and not (tars := sorted(path.glob("*.tar"))):
+        return _in_folder(path)
+    paths = tars if path.is_dir() else [path] if path.is_file() else _expand(where)
+    if not paths:
+        raise DataError(f"{where}: no such folder or tar file; 'digits' names the built-in data")
+    if strange := [p for p in paths if p.suffix != ".tar"]:
+        raise DataError(f"{listed(strange)}: images come from folders and uncompressed .tar files")
+    return _in_tars(paths)
+
+
+def _in_folder(folder: Path) -> tuple[list[Picture], list[str]]:
+    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS)
+    if not files:
+        raise DataError(f"{folder} holds no pictures ({', '.join(ENDINGS)})")
+    if all(path.parent == folder for path in files):
+        return [Picture(path, None) for path in files], []
+    if stray := [path for path in files if path.parent == folder]:
+        raise DataError(
+            f"{folder} holds class folders and stray pictures such as {stray[0].name}: move one or the other"
+        )
+    names = sorted({path.relative_to(folder).parts[0] for path in files})
+    label = {name: i for i, name in enumerate(names)}
+    return [Picture(path, label[path.relative_to(folder).parts[0]]) for path in files], names
+
+
+def _in_tars(paths: Sequence[Path]) -> tuple[list[Picture], list[str]]:
+    found: list[tuple[Picture, str]] = []
+    labels: dict[str, int] = {}
+    for path in paths:
+        try:
+            with tarfile.open(path, "r:") as tar:
+                for member in tar:
+                    if not member.isfile():
+                        continue
+                    folder, _, base = member.name.rpartition("/")
+                    key = f"{path}/{folder}/{base.partition('.')[0]}"
+                    if base.lower().endswith(ENDINGS):
+                        found.append((Picture(path, None, member.offset_data, member.size, member.name), key))
+                    elif base.endswith(".cls"):
+                        labels[key] = int(tar.extractfile(member).read())  # type: ignore[union-attr]
+        except (tarfile.TarError, ValueError, OSError) as error:
+            raise DataError(f"{path} is no readable WebDataset tar: {error}") from error
+    if not found:
+        raise DataError(f"{listed(paths)} holds no pictures ({', '.join(ENDINGS)})")
+    if labels:
+        if unlabelled := [picture.name for picture, key in found if key not in labels]:
+            raise DataError(f"{listed(paths)}: {listed(unlabelled, 3)} has no .cls label, others have")
+        return [_labelled(picture, labels[key]) for picture, key in found], []
+    folders = [PurePosixPath(picture.name.removeprefix("./")).parent.as_posix() for picture, _ in found]
+    names = sorted(set(folders))
+    if names == ["."]:
+        return [picture for picture, _ in found], []
+    label = {name: i for i, name in enumerate(names)}
+    return [_labelled(picture, label[folder]) for (picture, _), folder in zip(found, folders, strict=True)], names
+
+
+def _labelled(picture: Picture, label: int) -> Picture:
+    return Picture(picture.path, label, picture.offset, picture.size, picture.name)
+
+
+def _expand(where: str) -> list[Path]:
+    """Shell-like globs and WebDataset's {000..003}."""
+    parts = re.split(r"\{(\d+)\.\.(\d+)\}", where)
+    choices: list[list[str]] = [[parts[0]]]
+    for low, high, text in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
+        choices.append([str(i).zfill(len(low)) for i in range(int(low), int(high) + 1)])
+        choices.append([text])
+    names = ["".join(combination) for combination in itertools.product(*choices)]
+    return [Path(match) for name in names for match in sorted(glob.glob(name))]

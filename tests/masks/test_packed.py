@@ -1,0 +1,296 @@
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.random_masks import a_mask, masks_for, random
+from tests.untouched import same_bits, untouched
+from torch import nn
+
+import halve
+from halve.errors import ChangedWeightsWarning, FileError, HalveError, MaskError
+from halve.masks import storage
+from halve.masks.layout import Layout
+from halve.masks.mask import MaskSet
+from halve.masks.packed import FORMAT, pack, packed_share, unpack
+from halve.masks.pattern import Pattern
+
+
+class Net(nn.Module):
+    """Plain, padded, grouped and transposed layers, BatchNorm, a buffer that is not stored."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Conv2d(3, 8, 3)
+        self.bn = nn.BatchNorm2d(8)
+        self.grouped = nn.Conv2d(8, 8, 3, groups=2)
+        self.up = nn.ConvTranspose2d(8, 6, 2)
+        self.head = nn.Linear(6, 5)
+        self.register_buffer("scale", torch.ones(2))
+        self.register_buffer("temporary", torch.ones(2), persistent=False)
+
+    def forward(self, x):
+        return self.head(self.up(self.grouped(self.bn(self.stem(x)))).mean((2, 3)))
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(0)
+    return Net().eval()
+
+
+def net_masks(net, rule="2:4", **layout):
+    return masks_for(net, "stem", "grouped", "up", "head", pattern=rule, pad=True, **layout)
+
+
+def assert_states_equal(one, other):
+    assert set(one) == set(other)
+    different = [name for name in one if not same_bits(one[name], other[name])]
+    assert not different
+
+
+@pytest.mark.parametrize("rule", ["2:4", "1:4", "4:4", "4:8", "1:2", "2:3", "1:1", "8:16"])
+@pytest.mark.parametrize("order", ["channels", "flat"])
+def test_unpacking_gives_the_state_of_the_masked_model_to_the_bit(tmp_path, net, rule, order):
+    masks = net_masks(net, rule, order=order)
+    with untouched(net):
+        state, again = unpack(pack(net, masks, tmp_path / "x"))
+    assert_states_equal(state, halve.apply(net, masks).state_dict())
+    assert again == masks
+    assert again.recipe == masks.recipe
+
+
+@given(st.integers(0, 999), st.sampled_from(["1:2", "2:4", "3:4", "2:5", "4:8"]), st.integers(1, 9), st.integers(1, 3))
+def test_any_linear_layer_comes_back(tmp_path_factory, seed, rule, columns, rows):
+    model = nn.Sequential(nn.Linear(columns, rows))
+    model[0].weight.data = random(rows, columns, seed=seed)
+    masks = masks_for(model, "0", pattern=rule, pad=True)
+    state, again = unpack(pack(model, masks, tmp_path_factory.mktemp("packed") / "x"))
+    assert_states_equal(state, halve.apply(model, masks).state_dict())
+    assert again == masks
+
+
+def test_the_unpacked_state_can_be_loaded_into_the_model(tmp_path, net):
+    masks = net_masks(net)
+    state, _ = halve.unpack(halve.pack(net, masks, tmp_path / "x"))
+    fresh = Net().eval()
+    fresh.load_state_dict(state)
+    image = random(2, 3, 8, 8)
+    assert same_bits(fresh(image), halve.apply(net, masks)(image))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_a_model_of_another_precision_comes_back(tmp_path, net, dtype):
+    net = net.to(dtype)
+    masks = net_masks(net)
+    state, again = unpack(pack(net, masks, tmp_path / "x"))
+    assert_states_equal(state, halve.apply(net, masks).state_dict())
+    assert again == masks
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_a_cast_is_that_of_the_masked_model(tmp_path, net, dtype):
+    masks = net_masks(net)
+    state, again = unpack(pack(net, masks, tmp_path / "x", dtype=dtype))
+    assert_states_equal(state, halve.apply(net, masks).to(dtype).state_dict())
+    assert state["bn.num_batches_tracked"].dtype == torch.int64
+    assert again == masks
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.bool, torch.complex64])
+def test_a_cast_to_what_is_no_floating_point_is_refused(tmp_path, net, dtype):
+    with pytest.raises(HalveError):
+        pack(net, net_masks(net), tmp_path / "x", dtype=dtype)
+    assert not (tmp_path / "x").exists()
+
+
+def test_a_2_4_layer_in_half_precision_takes_56_percent(tmp_path):
+    model = nn.Sequential(nn.Linear(512, 512, bias=False)).half()
+    masks = masks_for(model, "0")
+    size = pack(model, masks, tmp_path / "x").stat().st_size
+    assert size / (2 * 512 * 512) == pytest.approx(0.5625, abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("rule", "bits", "share"),
+    [("2:4", 16, 0.5625), ("2:4", 32, 0.53125), ("1:4", 16, 0.28125), ("4:8", 16, 0.59375), ("4:4", 16, 1.125)],
+)
+def test_the_share_is_values_and_indices_over_dense_values(rule, bits, share):
+    mask = a_mask(rule, Layout("linear", (8, 16), Pattern(rule).size))
+    assert packed_share([mask], bits) == share
+    assert packed_share([mask, mask], bits) == share
+
+
+def test_the_share_counts_padding():
+    mask = a_mask("2:4", Layout("linear", (8, 6), 4, pad=True))
+    assert packed_share([mask]) == 2 * 36 / (6 * 16)
+
+
+def test_statistics_are_in_the_state_and_in_the_masks(tmp_path, net):
+    masks = net_masks(net).with_statistics({"bn.running_mean": random(8), "bn.running_var": random(8).abs()})
+    state, again = unpack(pack(net, masks, tmp_path / "x"))
+    assert torch.equal(state["bn.running_mean"], random(8))
+    assert again == masks
+
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(64, 64, bias=False)
+        self.second = nn.Linear(64, 64, bias=False)
+        self.second.weight = self.first.weight
+        self.third = self.first
+        self.embedding = nn.Embedding(64, 64)
+        self.embedding.weight = self.first.weight
+
+    def forward(self, x):
+        return self.third(self.second(self.first(x)))
+
+
+@pytest.mark.parametrize("masked", ["first", "second"])
+def test_tied_weights_are_stored_once_and_come_back_tied(tmp_path, masked):
+    torch.manual_seed(0)
+    model = Tied()
+    masks = masks_for(model, masked)
+    path = pack(model, masks, tmp_path / "x")
+    state, again = unpack(path)
+    assert path.stat().st_size < 64 * 64 * 4 * 0.75
+    assert_states_equal(state, halve.apply(model, masks).state_dict())
+    assert len({value.data_ptr() for value in state.values()}) == 1
+    assert again == masks
+
+
+def test_a_model_that_is_one_layer_comes_back(tmp_path):
+    model = nn.Linear(8, 8)
+    masks = masks_for(model, "")
+    state, again = unpack(pack(model, masks, tmp_path / "x"))
+    assert_states_equal(state, halve.apply(model, masks).state_dict())
+    assert again == masks
+
+
+def test_a_masked_layer_under_weight_norm_is_packed_as_a_plain_one(tmp_path):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.utils.parametrizations.weight_norm(nn.Linear(8, 8)), nn.Linear(8, 2))
+    masks = masks_for(model, "0")
+    with untouched(model):
+        state, again = unpack(pack(model, masks, tmp_path / "x"))
+    assert set(state) == {"0.weight", "0.bias", "1.weight", "1.bias"}
+    assert again == masks
+
+
+class WithExtraState(nn.Sequential):
+    def get_extra_state(self):
+        return {"epoch": 3}
+
+    def set_extra_state(self, state):
+        pass
+
+
+def test_a_state_that_holds_more_than_tensors_is_refused(tmp_path):
+    model = WithExtraState(nn.Linear(8, 8), nn.Linear(8, 2))
+    with pytest.raises(HalveError, match="extra_state"):
+        pack(model, masks_for(model, "0"), tmp_path / "x")
+
+
+def test_changed_weights_are_told_as_by_apply(tmp_path, net):
+    masks = net_masks(net)
+    net.head.weight.data *= 1.1
+    with pytest.warns(ChangedWeightsWarning, match="head"):
+        pack(net, masks, tmp_path / "x")
+    with pytest.raises(MaskError, match="head"):
+        pack(net, masks, tmp_path / "y", changed="error")
+    assert not (tmp_path / "y").exists()
+    pack(net, masks, tmp_path / "x", changed="ignore")
+
+
+def test_masks_of_another_model_are_refused(tmp_path, net):
+    with pytest.raises(MaskError, match="other"):
+        pack(net, MaskSet({"other": a_mask("2:4", Layout("linear", (4, 4), 4))}), tmp_path / "x")
+
+
+def test_a_mask_file_is_no_packed_file(tmp_path, net):
+    with pytest.raises(FileError, match=r"halve\.packed"):
+        unpack(net_masks(net).save(tmp_path / "x"))
+
+
+def test_no_flipped_bit_and_no_cut_gives_another_state(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    path = pack(model, masks_for(model, "0"), tmp_path / "x")
+    whole = path.read_bytes()
+    for bit in np.random.default_rng(0).choice(len(whole) * 8, 300, replace=False).tolist():
+        damaged = bytearray(whole)
+        damaged[bit // 8] ^= 1 << bit % 8
+        path.write_bytes(damaged)
+        with pytest.raises(FileError):
+            unpack(path)
+    for length in range(0, len(whole), 53):
+        path.write_bytes(whole[:length])
+        with pytest.raises(FileError):
+            unpack(path)
+
+
+# The indices of 2:4 take two bits each, the lower index first: 0b01_00 keeps places 0 and 1.
+def blocks_of(*bytes_):
+    return torch.tensor(bytes_, dtype=torch.uint8)
+
+
+ATTACKS = {
+    "no indices": lambda header, tensors: tensors.pop("indices:0"),
+    "no values": lambda header, tensors: tensors.pop("values:0"),
+    "no aliases": lambda header, tensors: header.pop("aliases"),
+    "aliases a list": lambda header, tensors: header.update(aliases=["0.weight"]),
+    "aliases null": lambda header, tensors: header.update(aliases=None),
+    "alias of nothing": lambda header, tensors: header.update(aliases={"a": "nothing"}),
+    "alias of a list": lambda header, tensors: header.update(aliases={"a": ["0.weight"]}),
+    "alias of a number": lambda header, tensors: header.update(aliases={"a": 1}),
+    "alias of itself": lambda header, tensors: header.update(aliases={"a": "a"}),
+    "alias over a masked weight": lambda header, tensors: header.update(aliases={"0.weight": "0.bias"}),
+    "tensor over a masked weight": lambda header, tensors: tensors.update({"tensor:0.weight": torch.ones(2, 4)}),
+    "indices that descend": lambda header, tensors: tensors.update({"indices:0": blocks_of(0b0100_0001)}),
+    "indices that are equal": lambda header, tensors: tensors.update({"indices:0": blocks_of(0b0100_0101)}),
+    "indices too long": lambda header, tensors: tensors.update({"indices:0": blocks_of(0b0100_0100, 0)}),
+    "indices too short": lambda header, tensors: tensors.update({"indices:0": blocks_of()}),
+    "indices in float": lambda header, tensors: tensors.update({"indices:0": torch.zeros(1)}),
+    "values of another shape": lambda header, tensors: tensors.update({"values:0": torch.ones(2, 2)}),
+    "values of more rows": lambda header, tensors: tensors.update({"values:0": torch.ones(3, 1, 2)}),
+    "huge shape": lambda header, tensors: header["layers"]["0"].update(shape=[2**20, 2**19]),
+    "other pattern": lambda header, tensors: header["layers"]["0"].update(pattern="1:4"),
+    "padded though it is not": lambda header, tensors: header["layers"]["0"].update(shape=[2, 3], pad=True),
+    "extra tensor": lambda header, tensors: tensors.update({"weight": torch.ones(2)}),
+    "extra values": lambda header, tensors: tensors.update({"values:1": torch.ones(2)}),
+    "extra codes": lambda header, tensors: tensors.update({"codes:0": torch.zeros(1, dtype=torch.uint8)}),
+}
+
+
+def craft(tmp_path, attack):
+    model = nn.Sequential(nn.Linear(4, 2))
+    model[0].weight.data = torch.tensor([[4.0, 3, 2, 1], [1, 2, 3, 4]])
+    pack(model, masks_for(model, "0"), tmp_path / "x")
+    _, header, tensors = storage.read(tmp_path / "x", [FORMAT])
+    header = json.loads(json.dumps(header))
+    attack(header, tensors)
+    return storage.write(tmp_path / "x", FORMAT, header, tensors)
+
+
+def test_the_indices_lie_in_the_file_as_documented(tmp_path):
+    _, _, tensors = storage.read(craft(tmp_path, lambda header, tensors: None), [FORMAT])
+    assert tensors["indices:0"].tolist() == [0b11_10_01_00]
+    assert tensors["values:0"].tolist() == [[[4, 3]], [[3, 4]]]
+
+
+@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
+def test_crafted_files_with_a_fitting_checksum_are_refused(tmp_path, attack):
+    path = craft(tmp_path, attack)
+    with pytest.raises(FileError, match="damaged"):
+        unpack(path)
+
+
+def test_indices_beyond_the_block_are_refused(tmp_path):
+    model = nn.Sequential(nn.Linear(3, 1))
+    pack(model, masks_for(model, "0", pattern="1:3"), tmp_path / "x")
+    _, header, tensors = storage.read(tmp_path / "x", [FORMAT])
+    tensors["indices:0"] = blocks_of(0b11)
+    with pytest.raises(FileError, match=r"0\.\.2"):
+        unpack(storage.write(tmp_path / "x", FORMAT, header, tensors))
