@@ -42,16 +42,13 @@ def write(path: str | Path, format_: str, header: Mapping[str, Any], tensors: Ma
 
 
 def _serialised(path: str | Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> bytes:
-    try:
-        plain = {
-            name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
-        }
-        return safetensors.torch.save(plain, metadata | {"sha256": _checksum(metadata, plain)})
-    except (RuntimeError, KeyError, ValueError) as error:  # sparse, complex or meta tensors
-        kinds = listed(
-            sorted({f"{tensor.dtype} {tensor.layout} on {tensor.device.type}" for tensor in tensors.values()})
-        )
-        raise FileError(f"cannot write {path}: a tensor cannot be stored ({error}); there are {kinds}") from error
+    if odd := [name for name, t in tensors.items() if t.is_meta or t.is_complex() or t.layout != torch.strided]:
+        kinds = [f"{name} ({tensors[name].dtype}, {tensors[name].layout}, {tensors[name].device.type})" for name in odd]
+        raise FileError(f"cannot write {path}: only dense real tensors can be stored, not {listed(kinds)}")
+    plain = {
+        name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
+    }
+    return safetensors.torch.save(plain, metadata | {"sha256": _checksum(metadata, plain)})
 
 
 def write_atomically(path: str | Path, content: bytes) -> Path:
