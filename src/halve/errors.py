@@ -4,7 +4,15 @@ from collections.abc import Iterable
 
 
 class HalveError(Exception):
-    """Base of everything that halve raises on purpose; catching it catches all of them."""
+    """Base of everything that halve raises on purpose; catching it catches all of them.
+
+    >>> import halve
+    >>> try:
+    ...     halve.Pattern("5:4")
+    ... except halve.HalveError as error:
+    ...     print(error)
+    pattern '5:4' keeps 5 of every 4: N must be from 1 to M, M at most 256
+    """
 
 
 class PatternError(HalveError, ValueError):

@@ -4,8 +4,6 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.random_masks import a_mask, masks_for, random
-from tests.untouched import same_bits, untouched
 from torch import nn
 from torch.nn.utils import parametrizations, prune
 
@@ -16,6 +14,8 @@ from halve.masks.layers import weight_of
 from halve.masks.layout import Layout
 from halve.masks.mask import Mask, MaskSet
 from halve.masks.pattern import Pattern
+from tests.random_masks import a_mask, masks_for, random
+from tests.untouched import same_bits, untouched
 
 
 class Net(nn.Module):

@@ -11,7 +11,6 @@ import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.random_masks import PATTERNS, a_mask, masks, random
 from torch import nn
 
 import halve
@@ -21,6 +20,7 @@ from halve.masks.file import FORMAT, SUFFIX, header_of, load, save, tensors_of
 from halve.masks.layout import Layout
 from halve.masks.mask import MaskSet
 from halve.masks.pattern import Pattern
+from tests.random_masks import PATTERNS, a_mask, masks, random
 
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
 

@@ -6,10 +6,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.random_masks import random
 
 from halve.masks import fingerprint as module
 from halve.masks.fingerprint import SKETCH, Fingerprint, digest, sketch
+from tests.random_masks import random
 
 DTYPES = [torch.float16, torch.bfloat16, torch.float32, torch.float64]
 

@@ -4,14 +4,14 @@ import warnings
 import pytest
 import torch
 import torch.nn.functional as F
-from tests.random_masks import random
-from tests.untouched import same_bits, untouched
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune
 
 import halve
 from halve.errors import ModelError
 from halve.masks.layers import clone, kind_of, set_weight_, weight_key, weight_of, zeros_stay_zero
+from tests.random_masks import random
+from tests.untouched import same_bits, untouched
 
 
 def old_weight_norm(module):

@@ -4,10 +4,10 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.random_masks import layouts, random
 
 from halve.errors import MaskError
 from halve.masks.layout import Layout
+from tests.random_masks import layouts, random
 
 any_layout = st.integers(1, 8).flatmap(layouts)
 

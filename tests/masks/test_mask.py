@@ -5,8 +5,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.random_masks import PATTERNS, a_mask, layouts, masks, masks_for, random
-from tests.untouched import same_bits, untouched
 from torch import nn
 
 import halve
@@ -14,6 +12,8 @@ from halve.errors import MaskError
 from halve.masks.layout import Layout
 from halve.masks.mask import Mask, MaskSet
 from halve.masks.pattern import Pattern
+from tests.random_masks import PATTERNS, a_mask, layouts, masks, masks_for, random
+from tests.untouched import same_bits, untouched
 
 LAYOUT = Layout("linear", (3, 8), 4)
 pattern_and_layout = st.sampled_from(PATTERNS).flatmap(

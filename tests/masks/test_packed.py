@@ -5,8 +5,6 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.random_masks import a_mask, masks_for, random
-from tests.untouched import same_bits, untouched
 from torch import nn
 
 import halve
@@ -16,6 +14,8 @@ from halve.masks.layout import Layout
 from halve.masks.mask import MaskSet
 from halve.masks.packed import FORMAT, pack, packed_share, unpack
 from halve.masks.pattern import Pattern
+from tests.random_masks import a_mask, masks_for, random
+from tests.untouched import same_bits, untouched
 
 
 class Net(nn.Module):

@@ -12,11 +12,11 @@ import safetensors.torch
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from tests.random_masks import random
-from tests.untouched import same_bits
 
 from halve.errors import FileError, HalveError
 from halve.masks import storage
+from tests.random_masks import random
+from tests.untouched import same_bits
 
 FORMAT = "halve.test"
 HEADER = {"layers": {}, "note": 'ä "quoted" \n'}

@@ -1,5 +1,6 @@
 """How well a masked model does, and how far it goes along with the dense one."""
 
+import operator
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -67,7 +68,9 @@ def evaluate(
         for index, batch in enumerate(iterate(data, progress, "images")):
             output = _finite(run(subject, batch, forward), index, "masked " if masks is not None else "")
             against = None if reference is None else _finite(run(reference, batch, forward), index, "dense ")
-            count.add(output, against, _targets(labels_of(batch), classes, output, index))
+            if against is not None and against.shape != output.shape:
+                raise ModelError(f"the model gives {output.shape[1]} outputs, the dense model {against.shape[1]}")
+            count.add(output, against, _targets(_labels(batch, forward), classes, output, index))
     return count.result()
 
 
@@ -121,6 +124,15 @@ def _finite(output: Tensor, index: int, which: str) -> Tensor:
     return output.float()
 
 
+def _labels(batch: Any, forward: Forward | None) -> Tensor | None:
+    try:
+        return labels_of(batch)
+    except DataError:
+        if forward is None:
+            raise
+        return None  # an unusual batch need not have labels where others have them
+
+
 def _targets(labels: Tensor | None, classes: Sequence[int] | None, output: Tensor, index: int) -> Tensor | None:
     if labels is None:
         return None
@@ -136,7 +148,10 @@ def _targets(labels: Tensor | None, classes: Sequence[int] | None, output: Tenso
         )
     if classes is None:
         return labels
-    outputs = torch.tensor(list(classes), dtype=torch.long)
+    try:
+        outputs = torch.tensor([operator.index(output) for output in classes], dtype=torch.long)
+    except TypeError as error:
+        raise DataError(f"classes= must list integers, outputs of the classifier: {error}") from error
     if len(outputs) and not 0 <= int(outputs.min()) <= int(outputs.max()) < output.shape[1]:
         raise DataError(f"classes= must name outputs from 0 to {output.shape[1] - 1}")
     return outputs[labels.cpu()]

@@ -8,7 +8,6 @@ checkpoint's own channel order, at most two weights are not zero. 1:2 and 1:4 ma
   (cuSPARSELt, Apex ASP's own rule) need the channels to be multiples of those.
 """
 
-import math
 from typing import NamedTuple
 
 from torch import Tensor
@@ -55,8 +54,7 @@ def _not_sparse(kind: Kind, groups: int, kept: Tensor) -> str | None:
     crowded = (layout.to_blocks(kept.float()).sum(-1) > 2).sum().item()
     if crowded:
         total = layout.rows * layout.blocks
-        share = math.floor(1000 * crowded / total) / 10
-        return f"{share} % of the blocks of 4 input channels have more than 2 weights that are not zero"
+        return f"{crowded:,} of {total:,} blocks of 4 input channels have more than 2 weights that are not zero"
     if layout.virtual:
         return f"{layout.channels} input channels are no multiple of 4"
     return None

@@ -96,9 +96,7 @@ def _check_mask(name: str, mask: Mask, weight: Tensor, update: float | None) -> 
     failure = None
     if not legal:
         failure = f"the mask keeps more than {mask.pattern}"
-    elif not bool(weight.isfinite().all()):
-        failure = "its weight holds NaN or infinity"
-    elif update is not None:
+    elif (failure := _not_finite(weight)) is None and update is not None:
         failure = f"its weight changed by about {100 * update:.2g} % since the mask was made"
     able = eligibility(mask.layout.kind, mask.layout.groups, kept)
     return LayerCheck(name, mask.pattern, legal, state, update, able.tensorrt, able.tensor_cores, failure)
@@ -108,9 +106,13 @@ def _check_weight(name: str, pattern: Pattern, layout: Layout, weight: Tensor) -
     kept = weight.cpu() != 0
     bad = illegal_blocks(pattern, layout, kept)
     share = bad / (layout.rows * layout.blocks)
-    failure = f"{100 * share:.3g} % of its blocks keep more than {pattern}" if bad else None
+    failure = f"{100 * share:.3g} % of its blocks keep more than {pattern}" if bad else _not_finite(weight)
     able = eligibility(layout.kind, layout.groups, kept)
     return LayerCheck(name, pattern, not bad, "unknown", None, able.tensorrt, able.tensor_cores, failure)
+
+
+def _not_finite(weight: Tensor) -> str | None:
+    return None if bool(weight.isfinite().all()) else "its weight holds NaN or infinity"
 
 
 def illegal_blocks(pattern: Pattern, layout: Layout, kept: Tensor) -> int:

@@ -1,19 +1,16 @@
-"""What flows into the layers: the summed squares of the inputs that each weight column is multiplied with."""
+"""What flows into the layers: the summed squares of the inputs that each weight is multiplied with."""
 
-import itertools
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halve.errors import DataError
 from halve.find.batches import Forward, Progress, images_of, iterate, run
 from halve.find.select import Choice
-from halve.masks.layers import clone, kind_of
+from halve.masks.layers import clone, kind_of, set_weight_, weight_of
 
 
 def input_squares(
@@ -23,10 +20,12 @@ def input_squares(
     forward: Forward | None = None,
     progress: Progress | None = None,
 ) -> tuple[dict[str, Tensor], int]:
-    """For each layer that runs, sum over images and output positions of x^2, shape (input channels, *kernel); and how
-    many images were seen. A convolution's border is counted exactly: a padded zero adds nothing.
+    """For each layer that runs, the sum over images and output positions of x^2 for each weight, in the weight's shape;
+    and how many images were seen.
     """
     copy = clone(model).eval()
+    if next((p.dtype for p in copy.parameters()), None) in (torch.float16, torch.bfloat16):
+        copy.float()  # sums of squares leave the range of half precision
     squares: dict[str, Tensor] = {}
     images = 0
     with _watching(copy, choices, squares), torch.no_grad():
@@ -40,16 +39,17 @@ def input_squares(
 
 
 @contextmanager
-def _watching(model: nn.Module, choices: Sequence[Choice], squares: dict[str, Tensor]) -> Iterator[None]:
+def _watching(copy: nn.Module, choices: Sequence[Choice], squares: dict[str, Tensor]) -> Iterator[None]:
     def watch(name: str, module: nn.Module) -> Any:
-        def hook(module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]) -> None:
-            x = args[0] if args else next(iter(kwargs.values()))
-            seen = column_squares(module, x.detach())
+        set_weight_(module, weight_of(module))  # plain, so that a gradient can be taken with respect to it
+
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            seen = column_squares(module, *args, **kwargs)
             squares[name] = squares[name] + seen if name in squares else seen
 
         return module.register_forward_pre_hook(hook, with_kwargs=True)
 
-    handles = [watch(c.name, model.get_submodule(name)) for c in choices for name in (c.name, *c.shared_with)]
+    handles = [watch(c.name, copy.get_submodule(name)) for c in choices for name in (c.name, *c.shared_with)]
     try:
         yield
     finally:
@@ -57,46 +57,27 @@ def _watching(model: nn.Module, choices: Sequence[Choice], squares: dict[str, Te
             handle.remove()
 
 
-def column_squares(module: nn.Module, x: Tensor) -> Tensor:
-    """Sum of squares of what each (input channel, kernel position) of the layer is multiplied with, for inputs x."""
+def column_squares(module: nn.Module, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """For each weight of the layer the sum of squares of all that it is multiplied with.
+
+    A layer is linear in its weight: run on the squares x^2 instead of x, the derivative of its summed output by a
+    weight is that sum, whatever strides, padding, dilation and groups the layer's own forward has.
+
+    >>> column_squares(nn.Linear(2, 1), torch.tensor([[1.0, 2.0], [3.0, 0.0]])).tolist()
+    [[10.0, 4.0]]
+    """
+    x = input.detach()
     if kind_of(module) == "linear":
-        return x.double().square().reshape(-1, x.shape[-1]).sum(0)
-    size = cast(tuple[int, ...], module.kernel_size)
-    if x.dim() == len(size) + 1:
+        x = x.reshape(-1, x.shape[-1])
+    elif x.dim() == len(cast(tuple[int, ...], module.kernel_size)) + 1:
         x = x[None]
-    if kind_of(module) == "conv":
-        x = _padded(module, x)
-    energy = x.double().square().sum(0)
-    result = energy.new_zeros(energy.shape[0], *size)
-    for offset in itertools.product(*map(range, size)):
-        index: tuple[slice | int, ...] = (slice(None), *offset)
-        result[index] = _window(module, energy, offset).flatten(1).sum(1)
-    return result
-
-
-def _window(module: Any, energy: Tensor, offset: Sequence[int]) -> Tensor:
-    """The input pixels that meet the kernel position `offset` somewhere in the output."""
-    index = [slice(None)]
-    for axis, at in enumerate(offset):
-        extent, step, dilation = energy.shape[axis + 1], module.stride[axis], module.dilation[axis]
-        if kind_of(module) == "conv":
-            outputs = (extent - dilation * (module.kernel_size[axis] - 1) - 1) // step + 1
-            index.append(slice(at * dilation, at * dilation + step * (outputs - 1) + 1, step))
-        else:  # pixel i goes to output i * step + at * dilation - padding, where the padding crops
-            shift = at * dilation - module.padding[axis]
-            reach = dilation * (module.kernel_size[axis] - 1) - 2 * module.padding[axis] + module.output_padding[axis]
-            outputs = (extent - 1) * step + reach + 1
-            index.append(slice(max(0, math.ceil(-shift / step)), max(0, math.floor((outputs - 1 - shift) / step) + 1)))
-    return energy[tuple(index)]
-
-
-def _padded(module: Any, x: Tensor) -> Tensor:
-    if module.padding == "valid":
-        return x
-    if module.padding == "same":
-        total = [d * (k - 1) for d, k in zip(module.dilation, module.kernel_size, strict=True)]
-        pairs = [(t // 2, t - t // 2) for t in total]
-    else:
-        pairs = [(p, p) for p in module.padding]
-    flat = [amount for pair in reversed(pairs) for amount in pair]
-    return F.pad(x, flat, mode="constant" if module.padding_mode == "zeros" else module.padding_mode)
+    weight = cast(Tensor, module.weight)
+    trained = weight.requires_grad
+    try:
+        weight.requires_grad_(True)
+        with torch.enable_grad():
+            output: Tensor = module.forward(x.square().sum(0, keepdim=True), *args, **kwargs)
+            (squares,) = torch.autograd.grad(output.sum(), weight)
+    finally:
+        weight.requires_grad_(trained)
+    return squares

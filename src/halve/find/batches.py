@@ -7,6 +7,7 @@ customary keys (also wrapped in a list of one, as DALI gives it). `forward(model
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -53,11 +54,11 @@ def run(model: nn.Module, batch: Any, forward: Forward | None = None) -> Tensor:
         return main_output(model(to_device(images, model)))
     except (torch.OutOfMemoryError, DataError, ModelError):
         raise
-    except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError) as error:
+    except (RuntimeError, TypeError, ValueError, LookupError, AssertionError, AttributeError) as error:
         shape = tuple(images_of(batch).shape) if forward is None else "your forward's batch"
         raise DataError(
             f"{type(model).__name__} cannot run on images of shape {shape}: {error}; "
-            f"check size and channels, or pass forward= for an unusual batch"
+            f"check size, channels and that no batch has a single image, or pass forward= for an unusual batch"
         ) from error
 
 
@@ -94,6 +95,8 @@ def labels_of(batch: Any) -> Tensor | None:
         labels = next((batch[key] for key in _LABELS if key in batch), None)
     elif isinstance(batch, tuple | list) and len(batch) > 1:
         labels = batch[1]
+    if isinstance(labels, list | np.ndarray) and len(labels) and not isinstance(labels[0], str):
+        labels = torch.as_tensor(np.asarray(labels))
     if not isinstance(labels, Tensor):
         return None
     if labels.dim() == 2 and labels.shape[1] == 1:

@@ -68,6 +68,9 @@ def _back_from(node: torch.fx.Node, modules: dict[str, nn.Module]) -> set[str]:
             passing = node.op in ("call_function", "call_method") and (
                 node.target is operator.getitem or getattr(node.target, "__name__", node.target) in _PASSING
             )
+        if node.op == "call_function" and node.target in (operator.add, operator.iadd, torch.add):
+            branches = [_back_from(source, modules) for source in node.all_input_nodes]
+            return set().union(*branches) if all(branches) else set()  # a sum of heads, not a residual connection
         source: Any = node.args[0] if node.args else None
         if not passing or not isinstance(source, torch.fx.Node):
             return set()
@@ -75,7 +78,7 @@ def _back_from(node: torch.fx.Node, modules: dict[str, nn.Module]) -> set[str]:
 
 
 def _last_registered(model: nn.Module) -> set[str]:
-    weighted = [(name, module) for name, module in model.named_modules() if module._parameters]
+    weighted = [(n, m) for n, m in model.named_modules() if any(p is not None for p in m._parameters.values())]
     if not weighted or not _may_be_head(weighted[-1][1]):
         return set()
     return {weighted[-1][0]}

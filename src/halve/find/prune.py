@@ -46,9 +46,10 @@ def prune(
     >>> halve.prune(model, pattern="1:4")
     MaskSet(1 layer, 288 weights, 25.0 % kept)
     """
-    if not callable(score) and score not in scores.SCORES:
+    if not callable(score) and (not isinstance(score, str) or score not in scores.SCORES):
         raise ModelError(f"unknown score {score!r}; there are {listed(scores.SCORES)}, or pass a function")
-    if data is None and (score in scores.NEEDS_DATA or recalibrate):
+    needs_data = isinstance(score, str) and score in scores.NEEDS_DATA
+    if data is None and (needs_data or recalibrate):
         raise DataError(
             f"{'recalibration' if recalibrate else f'score {score!r}'} needs data: pass data=batches of images"
         )
@@ -57,18 +58,17 @@ def prune(
     weights = {choice.name: finite_weight(choice.name, model) for choice in chosen.masked}
     squares: dict[str, Tensor] = {}
     images = 0
-    if score in scores.NEEDS_DATA:
+    if needs_data:
         squares, images = input_squares(model, chosen.masked, data, forward, progress)
     generator = torch.Generator().manual_seed(seed)
 
     def score_of(choice: Choice, weight: Tensor) -> Tensor:
-        assert choice.layout is not None
         if callable(score):
             return _checked(choice.name, score(choice.name, weight.clone()), weight)
         if score == "random":
             return scores.random(weight, generator)
         if score == "wanda" and choice.name in squares:
-            return scores.wanda(weight, choice.layout, squares[choice.name])
+            return scores.wanda(weight, squares[choice.name])
         return scores.magnitude(weight)  # also for a layer that the data never reached
 
     recipe = {

@@ -3,8 +3,6 @@
 import torch
 from torch import Tensor
 
-from halve.masks.layout import Layout
-
 SCORES = {
     "magnitude": "the weight's absolute value, what NVIDIA's Apex ASP does",
     "wanda": "the weight's absolute value times the norm of its inputs; needs data",
@@ -22,22 +20,18 @@ def magnitude(weight: Tensor) -> Tensor:
     return weight.abs()
 
 
-def wanda(weight: Tensor, layout: Layout, squares: Tensor) -> Tensor:
+def wanda(weight: Tensor, squares: Tensor) -> Tensor:
     """|w| ||x||, the norm taken over all inputs that the weight is multiplied with.
 
-    `squares`: summed squares of the inputs, (input channels, *kernel).
+    `squares`: for each weight the summed squares of its inputs. Inputs that are always zero still leave the magnitudes
+    to decide among themselves.
 
-    >>> layout = Layout("linear", (1, 4), block=4)
-    >>> wanda(torch.tensor([[-2.0, 1.0, 1.0, 1.0]]), layout, torch.tensor([1.0, 9.0, 0.0, 1.0])).tolist()
-    [[2.0, 3.0, 0.0, 1.0]]
+    >>> wanda(torch.tensor([[-2.0, 1.0, 1.0, 1.0]]), torch.tensor([[1.0, 9.0, 4.0, 1.0]])).tolist()
+    [[2.0, 3.0, 2.0, 1.0]]
     """
-    norms = squares.sqrt()
-    if layout.kind == "conv_transpose":
-        norms = norms[:, None]
-    elif layout.groups > 1:
-        per_group = norms.reshape(layout.groups, 1, *weight.shape[1:])
-        norms = per_group.expand(-1, layout.rows // layout.groups, *weight.shape[1:]).reshape(weight.shape)
-    return weight.abs() * norms.to(weight.device)
+    norms = squares.sqrt().to(weight.device)
+    largest = norms.max()
+    return weight.abs() * norms.clamp(min=1e-6 * largest) if largest > 0 else weight.abs()
 
 
 def random(weight: Tensor, generator: torch.Generator) -> Tensor:

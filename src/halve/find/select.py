@@ -133,7 +133,7 @@ def select(
         if rule is None:
             return None, None, "no pattern for it"
         groups = int(getattr(module, "groups", 1))
-        if name in heads and not named:
+        if not heads.isdisjoint((name, *owners[_key(module)])) and not named:
             return None, None, f"classifier head (also={name!r} masks it)"
         if groups > 1 and not named:
             word = "depthwise" if groups == module.in_channels else f"grouped ({groups} groups)"

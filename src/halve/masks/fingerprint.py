@@ -59,6 +59,8 @@ def sketch(weight: Tensor) -> NDArray[np.float64]:
     """Signed sums of every 128th weight; the signs come from a fixed hash of the position."""
     flat = weight.detach().cpu().double().reshape(-1).numpy()
     total = np.zeros(SKETCH)
+    if not np.isfinite(flat).all():
+        return total + np.nan
     for start in range(0, flat.size, _CHUNK):
         part = flat[start : start + _CHUNK]
         signed = np.pad(part * _signs(start, part.size), (0, -part.size % SKETCH))

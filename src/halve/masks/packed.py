@@ -96,7 +96,15 @@ def _first_names(state: dict[str, Tensor], masks: MaskSet) -> dict[str, str]:
 
 
 def unpack(path: str | Path) -> Unpacked:
-    """Read what `pack` wrote: the masked model's state dict, and the masks."""
+    """Read what `pack` wrote: the masked model's state dict, and the masks.
+
+    >>> import halve, tempfile
+    >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     state, masks = halve.unpack(halve.pack(model, halve.prune(model), f"{folder}/tiny.packed.safetensors"))
+    >>> sorted(state), masks.density
+    (['0.bias', '0.weight', '1.bias', '1.weight'], 0.5)
+    """
     path = Path(path)
     _, header, tensors = storage.read(path, [FORMAT])
     kept: dict[str, Tensor] = {}
