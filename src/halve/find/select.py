@@ -220,7 +220,7 @@ def _is_listed(name: str, module: nn.Module) -> bool:
     if _is_inner(name):
         return False
     return kind_of(module) is not None or any(
-        p is not None and not is_lazy(p) and p.dim() > 1 for p in module._parameters.values()
+        p is not None and not is_lazy(p) and sum(size > 1 for size in p.shape) > 1 for p in module._parameters.values()
     )
 
 

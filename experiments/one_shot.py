@@ -1,0 +1,91 @@
+"""One-shot masks on real checkpoints, the figures of the README: dense, random, magnitude, Wanda, recalibrated.
+
+    python experiments/one_shot.py ASSETS [--networks cifar_resnet20 ...]
+
+ASSETS holds the checkpoints and photos:
+    zoo.py, cifar10_resnet20.safetensors, cifar10_resnet56.safetensors, resnet50_v1_imagenet.safetensors,
+    cifar10/{train,test}/CLASS/*.png, in20_train/, in20_val_dev/, in1000_dev/ (WNID folders), imagenet_wnids.txt
+Statistics and inputs are measured on training images only. Writes experiments/results/one_shot.json.
+"""
+
+import argparse
+import json
+import platform
+import time
+from pathlib import Path
+
+import torch
+from rich.progress import track
+
+import halve
+from halve.sources.data import Preprocessing, load_data
+from halve.sources.models import load_model
+
+RESULTS = Path(__file__).parent / "results" / "one_shot.json"
+NETWORKS = {
+    "cifar_resnet20": ("cifar10_resnet20", "cifar10/train", {"CIFAR-10 test": "cifar10/test"}),
+    "cifar_resnet56": ("cifar10_resnet56", "cifar10/train", {"CIFAR-10 test": "cifar10/test"}),
+    "resnet50_v1": (
+        "resnet50_v1_imagenet",
+        "in20_train",
+        {"500 ImageNet photos of 20 classes": "in20_val_dev", "500 ImageNet photos of 500 classes": "in1000_dev"},
+    ),
+}
+CALIBRATION_IMAGES = {"cifar_resnet20": 2048, "cifar_resnet56": 2048, "resnet50_v1": 512}
+
+
+def measure(network: str, assets: Path) -> list[dict[str, object]]:
+    """All methods on one network, one record per method and data set."""
+    checkpoint, learn_from, tests = NETWORKS[network]
+    model = load_model(f"{assets / 'zoo.py'}:{network}", assets / f"{checkpoint}.safetensors").model
+    limit = CALIBRATION_IMAGES[network]
+    images = load_data(str(assets / learn_from), Preprocessing(), batch_size=128, limit=limit, shuffle=True).loader
+    found = {}
+    for method in ("random", "magnitude", "wanda"):
+        started = time.perf_counter()
+        masks = halve.prune(model, method, images)
+        found[method] = masks, time.perf_counter() - started
+        if method != "random":
+            found[f"{method}_recalibrated"] = halve.recalibrate(model, masks, images), time.perf_counter() - started
+    records = []
+    for where, folder in tests.items():
+        wnids = assets / "imagenet_wnids.txt" if folder.startswith("in") else None
+        data = load_data(str(assets / folder), Preprocessing(), batch_size=250, classes_file=wnids)
+        for method, (masks, seconds) in track(found.items(), f"{network} on {where}"):
+            result = halve.evaluate(model, data.loader, masks, classes=data.classes)
+            records.append(
+                {
+                    "network": network,
+                    "data": where,
+                    "method": method,
+                    "pattern": "2:4",
+                    "images": result.images,
+                    "calibration_images": limit,
+                    "top1": result.top1,
+                    "agreement": result.agreement,
+                    "dense_top1": result.dense_top1,
+                    "seconds": round(seconds, 1),
+                    "hardware": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads",
+                    "versions": {"halve": halve.__version__, "torch": torch.__version__},
+                }
+            )
+    return records
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("assets", type=Path)
+    parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
+    options = parser.parse_args()
+    old = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    records = [record for record in old if record["network"] not in options.networks]
+    for network in options.networks:
+        records += measure(network, options.assets)
+        RESULTS.write_text(json.dumps(records, indent=1) + "\n")
+    for record in records:
+        row = (record["network"], record["data"], record["method"])
+        print("{:16} {:36} {:24}".format(*row), f"{record['top1']:.4f} {record['agreement']:.4f}")
+
+
+if __name__ == "__main__":
+    main()
