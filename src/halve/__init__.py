@@ -3,6 +3,7 @@
 from halve.check.evaluate import evaluate
 from halve.check.verify import verify
 from halve.errors import HalveError
+from halve.find.learn import learn
 from halve.find.prune import prune
 from halve.find.recalibrate import recalibrate
 from halve.find.select import select
@@ -21,6 +22,7 @@ __all__ = [
     "__version__",
     "apply",
     "evaluate",
+    "learn",
     "load",
     "pack",
     "prune",

@@ -39,6 +39,18 @@ class SourceError(HalveError, ValueError):
     """A model or data set that was named and cannot be found or built."""
 
 
+class LearningError(HalveError):
+    """Learning could not go on; `masks` is what was learned until then (None if nothing)."""
+
+    def __init__(self, message: str, masks: object = None) -> None:
+        super().__init__(message)
+        self.masks = masks
+
+
+class LearningWarning(UserWarning):
+    """Learning ended early, or cannot be repeated to the bit."""
+
+
 class ChangedWeightsWarning(UserWarning):
     """Masks were put on weights that are not those they were made for."""
 

@@ -1,6 +1,6 @@
 """Masks from one-shot scores."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -46,53 +46,78 @@ def prune(
     >>> halve.prune(model, pattern="1:4")
     MaskSet(1 layer, 288 weights, 25.0 % kept)
     """
-    if not callable(score) and (not isinstance(score, str) or score not in scores.SCORES):
-        raise ModelError(f"unknown score {score!r}; there are {listed(scores.SCORES)}, or pass a function")
-    needs_data = isinstance(score, str) and score in scores.NEEDS_DATA
-    if data is None and (needs_data or recalibrate):
-        raise DataError(
-            f"{'recalibration' if recalibrate else f'score {score!r}'} needs data: pass data=batches of images"
-        )
+    check_score(score, data)
+    if recalibrate and data is None:
+        raise DataError("recalibration needs data: pass data=batches of images")
     chosen = select(model, **selection)
     check_something_masked(chosen)
     weights = {choice.name: finite_weight(choice.name, model) for choice in chosen.masked}
-    squares: dict[str, Tensor] = {}
-    images = 0
-    if needs_data:
-        squares, images = input_squares(model, chosen.masked, data, forward, progress)
-    generator = torch.Generator().manual_seed(seed)
-
-    def score_of(choice: Choice, weight: Tensor) -> Tensor:
-        if callable(score):
-            return _checked(choice.name, score(choice.name, weight.clone()), weight)
-        if score == "random":
-            return scores.random(weight, generator)
-        if score == "wanda" and choice.name in squares:
-            return scores.wanda(weight, squares[choice.name])
-        return scores.magnitude(weight)  # also for a layer that the data never reached
-
+    found, images = score_layers(
+        model, chosen.masked, weights, score, data, seed=seed, forward=forward, progress=progress
+    )
     recipe = {
         "method": "prune",
-        "score": getattr(score, "__name__", "function") if callable(score) else score,
+        "score": score if isinstance(score, str) else getattr(score, "__name__", "function"),
         "images": images,
         "seed": seed,
-        "selection": _plain(selection),
+        "selection": plain_options(selection),
     }
     track = progress or (lambda items, _: items)
     masks = {}
     for choice in track(chosen.masked, "layers"):
-        masks[choice.name] = mask_from(choice, weights[choice.name], score_of(choice, weights[choice.name]))
+        assert choice.pattern is not None
+        assert choice.layout is not None
+        mask = Mask.from_scores(choice.pattern, choice.layout, found.pop(choice.name))
+        masks[choice.name] = with_fingerprint(mask, weights[choice.name], choice.shared_with)
     result = MaskSet(masks, recipe=recipe | origin_of(model))
     return recalibrate_masks(model, result, data, forward=forward, progress=progress) if recalibrate else result
 
 
-def mask_from(choice: Choice, weight: Tensor, score: Tensor) -> Mask:
-    """The mask that keeps the highest scores, with the fingerprint of the weight that it is made for."""
-    assert choice.pattern is not None
-    assert choice.layout is not None
-    mask = Mask.from_scores(choice.pattern, choice.layout, score)
-    print_ = Fingerprint.of(weight, mask.put_on(weight))
-    return Mask(choice.pattern, choice.layout, mask.stored_codes, print_, choice.shared_with)
+def check_score(score: str | ScoreFunction, data: Any) -> None:
+    """Raise for a score that does not exist, or that needs data where there is none."""
+    if callable(score):
+        return
+    if not isinstance(score, str) or score not in scores.SCORES:
+        raise ModelError(f"unknown score {score!r}; there are {listed(scores.SCORES)}, or pass a function")
+    if data is None and score in scores.NEEDS_DATA:
+        raise DataError(f"score {score!r} needs data: pass data=batches of images")
+
+
+def score_layers(
+    model: nn.Module,
+    choices: Sequence[Choice],
+    weights: Mapping[str, Tensor],
+    score: str | ScoreFunction,
+    data: Any = None,
+    *,
+    seed: int = 0,
+    forward: Forward | None = None,
+    progress: Progress | None = None,
+) -> tuple[dict[str, Tensor], int]:
+    """Scores of the weights' shapes by layer name, and how many images they were measured on."""
+    squares: dict[str, Tensor] = {}
+    images = 0
+    if isinstance(score, str) and score in scores.NEEDS_DATA:
+        squares, images = input_squares(model, choices, data, forward, progress)
+    generator = torch.Generator().manual_seed(seed)
+    found = {}
+    for name in (choice.name for choice in choices):
+        weight = weights[name]
+        if callable(score):
+            found[name] = _checked(name, score(name, weight.clone()), weight)
+        elif score == "random":
+            found[name] = scores.random(weight, generator)
+        elif score == "wanda" and name in squares:
+            found[name] = scores.wanda(weight, squares.pop(name))
+        else:  # also a layer that the data never reached
+            found[name] = scores.magnitude(weight)
+    return found, images
+
+
+def with_fingerprint(mask: Mask, weight: Tensor, shared_with: tuple[str, ...]) -> Mask:
+    """The mask, remembering the weight that it is made for."""
+    fingerprint = Fingerprint.of(weight, mask.put_on(weight))
+    return Mask(mask.pattern, mask.layout, mask.stored_codes, fingerprint, shared_with)
 
 
 def check_something_masked(chosen: Selection) -> None:
@@ -119,7 +144,9 @@ def origin_of(model: nn.Module) -> dict[str, Any]:
     return {"model": f"{kind.__module__}.{kind.__qualname__}", "halve": VERSION, "torch": torch.__version__}
 
 
-def _plain(selection: SelectOptions) -> dict[str, Any]:
+def plain_options(selection: SelectOptions) -> dict[str, Any]:
+    """The options of `select` as plain JSON values, for a recipe."""
+
     def plain(value: Any) -> Any:
         if isinstance(value, Mapping):
             return {key: plain(item) for key, item in value.items()}

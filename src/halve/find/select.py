@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from halve.errors import ModelError, listed
 from halve.find.head import find_heads
 from halve.masks.layers import has_weight, kind_of, weight_key, weight_of, zeros_stay_zero
-from halve.masks.layout import ORDERS, Layout, Order
+from halve.masks.layout import KINDS, ORDERS, Kind, Layout, Order
 from halve.masks.pattern import Pattern
 
 Remainder = Literal["skip", "pad", "error"]
@@ -30,6 +30,7 @@ class SelectOptions(TypedDict, total=False):
     also: Globs | None
     order: Order
     remainder: Remainder
+    kinds: Sequence[Kind] | None
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,7 @@ def select(
     also: Globs | None = None,
     order: Order = "channels",
     remainder: Remainder = "skip",
+    kinds: Sequence[Kind] | None = None,
 ) -> Selection:
     """Decide for every layer whether it is masked.
 
@@ -99,6 +101,7 @@ def select(
     - `include`: only these; `exclude`: not these; `also`: these too, though the default leaves them out.
     - `pattern`: one for all, or a dict from globs to patterns, first match wins, None or no match leaves dense.
     - `order`: "channels", or "flat" as in the paper (cannot be accelerated).
+    - `kinds`: only these of "linear", "conv", "conv_transpose".
     - `remainder`: for channels that are no multiple of M "skip" the layer, "pad" with virtual zero columns, or "error".
 
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8, 2))
@@ -112,6 +115,8 @@ def select(
     only, never, extra = _globs(include), _globs(exclude), _globs(also)
     if order not in ORDERS or remainder not in REMAINDERS:
         raise ModelError(f"order={order!r}, remainder={remainder!r}: orders are {ORDERS}, remainders {REMAINDERS}")
+    if strange := set(kinds or ()) - set(KINDS):
+        raise ModelError(f"kinds={listed(strange)}: there are {listed(KINDS)}")
     layers = [(name, module) for name, module in model.named_modules() if _is_listed(name, module)]
     for glob in (*(only or ()), *(never or ()), *(extra or ()), *patterns):
         if glob != "*" and not any(fnmatchcase(name, glob) for name, _ in layers):
@@ -127,6 +132,8 @@ def select(
             return None, None, reason
         if only is not None and not _match(name, only) and not named:
             return None, None, "not in include"
+        if kinds is not None and kind_of(module) not in kinds and not named:
+            return None, None, f"only {listed(kinds)} layers are asked for"
         if never is not None and _match(name, never):
             return None, None, "in exclude"
         rule = next((rule for glob, rule in patterns.items() if fnmatchcase(name, glob)), None)

@@ -1,0 +1,79 @@
+"""The state of a learning run in a file: killed at any time, a run loses at most what came after the last one."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halve.errors import FileError, MaskError, listed
+from halve.masks import storage
+
+FORMAT = "halve.learning"
+SUFFIX = ".learning.safetensors"
+_TENSORS = ("logits", "exp_avg", "exp_avg_sq")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """Where a run stands. `identity` says which run it is: settings, layers, weights."""
+
+    identity: dict[str, Any]
+    step: int
+    batches: int
+    seconds: float
+    logits: Tensor
+    exp_avg: Tensor
+    exp_avg_sq: Tensor
+
+    def save(self, path: str | Path) -> Path:
+        """Write it, atomically."""
+        header = {"identity": self.identity, "step": self.step, "batches": self.batches, "seconds": self.seconds}
+        return storage.write(path, FORMAT, header, {name: getattr(self, name) for name in _TENSORS})
+
+    @classmethod
+    def load(cls, path: str | Path, identity: Mapping[str, Any], logits: Tensor) -> "Checkpoint":
+        """Read it; raises where it belongs to another run."""
+        _, header, tensors = storage.read(path, [FORMAT])
+        theirs = header.get("identity")
+        if not isinstance(theirs, dict):
+            raise FileError(f"{path} is damaged: it does not say which run it belongs to")
+        if different := sorted(key for key in identity.keys() | theirs.keys() if identity.get(key) != theirs.get(key)):
+            shown = [f"{key} ({_brief(theirs.get(key))} there, {_brief(identity.get(key))} here)" for key in different]
+            raise MaskError(
+                f"{path} is a checkpoint of another run: {listed(shown, 4)} differ; "
+                f"resume with the same settings, or start anew with another checkpoint file"
+            )
+        numbers = [header.get(key) for key in ("step", "batches", "seconds")]
+        shapes = {tuple(tensors[name].shape) if name in tensors else None for name in _TENSORS}
+        if shapes != {tuple(logits.shape)} or not all(isinstance(n, int | float) and n >= 0 for n in numbers):
+            raise FileError(f"{path} is damaged: it does not hold the state of {logits.numel():,} logits")
+        step, batches, seconds = numbers
+        return cls(
+            dict(identity), int(step or 0), int(batches or 0), float(seconds or 0), *(tensors[n] for n in _TENSORS)
+        )
+
+
+def optimizer_state(optimizer: torch.optim.Optimizer, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Adam's two averages; zeros before the first step."""
+    state = optimizer.state.get(logits, {})
+    return tuple(state.get(key, torch.zeros_like(logits)) for key in ("exp_avg", "exp_avg_sq"))
+
+
+def restore_(optimizer: torch.optim.Optimizer, logits: Tensor, checkpoint: Checkpoint) -> None:
+    """Put logits and averages back."""
+    with torch.no_grad():
+        logits.copy_(checkpoint.logits)
+    if checkpoint.step:
+        optimizer.state[logits] = {
+            "step": torch.tensor(float(checkpoint.step), device=logits.device if logits.is_cuda else None),
+            "exp_avg": checkpoint.exp_avg.to(logits),
+            "exp_avg_sq": checkpoint.exp_avg_sq.to(logits),
+        }
+
+
+def _brief(value: Any) -> str:
+    text = str(value)
+    return text if len(text) <= 40 else text[:37] + "..."

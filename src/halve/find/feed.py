@@ -1,0 +1,64 @@
+"""Batches without end from data that can be iterated over again; counts epochs, skips what a resumed run has seen."""
+
+from collections.abc import Iterator, Sized
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halve.errors import DataError
+
+_SPLIT = 64
+
+
+class Feed:
+    """`next()` gives the next batch of this rank; raises `StopIteration` when the data runs dry.
+
+    >>> feed = Feed(torch.zeros(100, 3, 8, 8))
+    >>> [len(feed.next()) for _ in range(3)], feed.epoch
+    ([64, 36, 64], 1)
+    """
+
+    def __init__(self, data: Any, rank: int = 0, ranks: int = 1) -> None:
+        if isinstance(data, Tensor):
+            data = torch.split(data, _SPLIT)
+        try:
+            self._batches: Iterator[Any] = iter(data)
+        except TypeError as error:
+            raise DataError(
+                f"data must give batches when iterated over, like a DataLoader; got {type(data).__name__}"
+            ) from error
+        self._data, self._rank, self._ranks = data, rank, ranks
+        self.again = self._batches is not data  # whether a second pass gives batches again
+        self.epoch = self.taken = 0
+
+    @property
+    def length(self) -> int | None:
+        """Batches of this rank in an epoch, None where the data does not say."""
+        if not isinstance(self._data, Sized):
+            return None
+        try:
+            return len(self._data) // self._ranks
+        except TypeError:  # a DataLoader over a stream has a __len__ that raises
+            return None
+
+    def next(self) -> Any:
+        """The next batch of this rank: every rank takes each `ranks`-th."""
+        group = [self._one() for _ in range(self._ranks)]
+        self.taken += 1
+        return group[self._rank]
+
+    def skip(self, batches: int) -> None:
+        """Pass over batches that were seen before."""
+        for _ in range(batches):
+            self.next()
+
+    def _one(self) -> Any:
+        try:
+            return next(self._batches)
+        except StopIteration:
+            if not self.again or (self.taken == 0 and self.epoch > 0):
+                raise
+        self.epoch += 1
+        self._batches = iter(self._data)
+        return next(self._batches)

@@ -1,0 +1,202 @@
+"""Learn masks by gradient descent on logits over the codes of every block; the weights are frozen."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from halve.errors import DataError, ModelError
+from halve.find.batches import Forward
+from halve.find.budget import Metric, keep_dense
+from halve.find.feed import Feed
+from halve.find.learner import Learner
+from halve.find.loop import Loop, Report
+from halve.find.objective import find_blocks, named_blocks, objective_named
+from halve.find.prune import (
+    check_score,
+    check_something_masked,
+    finite_weight,
+    origin_of,
+    plain_options,
+    score_layers,
+    with_fingerprint,
+)
+from halve.find.ranks import Ranks
+from halve.find.sampling import Sampler, glorot
+from halve.find.select import Choice, select
+from halve.find.settings import Settings, preset_options, split_options
+from halve.find.trial import Estimate
+from halve.masks.layers import clone, set_weight_, weight_of
+from halve.masks.mask import MaskSet
+
+Precision = Literal["auto", "float32", "bfloat16"]
+
+
+def learn(
+    model: nn.Module,
+    data: Any,
+    *,
+    preset: str | None = None,
+    forward: Forward | None = None,
+    precision: Precision = "auto",
+    checkpoint: str | Path | None = None,
+    checkpoint_every: float = 60.0,
+    resume: bool = False,
+    log: str | Path | None = None,
+    trackers: Sequence[Any] = (),
+    report: Callable[[Estimate | Report], None] | None = None,
+    max_drop: float | None = None,
+    drop_data: Any = None,
+    drop_metric: Metric = "agreement",
+    **options: Any,
+) -> MaskSet:
+    """Learn which N of every M weights to keep, so that the masked network does what the dense one does.
+
+    `data` gives batches of images, labels are not needed. The model stays as it is. Options, all with defaults:
+
+    - budget: `steps` (500), `epochs`, or `minutes`; `accumulate` batches per step.
+    - `objective`: "distill" matches the dense network's outputs and the features of its blocks (`match`: "both",
+      "outputs" or "features"; `features` names blocks by glob); "task" is cross-entropy; or a function of `Views`.
+    - `start`: "magnitude" or another score, with sharpness `alpha` (8); a MaskSet to go on from; "glorot" for random.
+    - `temperature` (1.0, or a pair for a schedule), `hard` samples, `final` "argmax" or "sample", `seed`.
+    - `lr` (0.1), `betas`, `weight_decay`, `schedule` ("cosine", "constant"), for AdamW.
+    - `preset="paper"`: the paper's recipe.
+    - the options of `select`: pattern, include, exclude, also, order, remainder, kinds.
+    - `max_drop` with `drop_data`: leave the costliest layers dense until agreement (`drop_metric`, or "top1") falls by
+      no more than that.
+
+    `checkpoint` names a file that is written every `checkpoint_every` seconds; `resume=True` goes on from it, to the
+    same bits on a CPU when the data comes in the same order. `log` is a JSONL file, `trackers` are Accelerate's. `report` is
+    called with an `Estimate` before the first step and a `Report` after each. Under torchrun all ranks learn together.
+
+    >>> import halve
+    >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+    >>> masks = halve.learn(model, torch.randn(128, 8), steps=20)
+    >>> masks
+    MaskSet(1 layer, 128 weights, 50.0 % kept)
+    """
+    where, how = split_options({**preset_options(preset), **options})
+    settings = Settings.of(how)
+    if (max_drop is None) != (drop_data is None):
+        raise DataError("max_drop= and drop_data= go together: the drop is measured on data of its own")
+    chosen = select(model, **where)
+    check_something_masked(chosen)
+    weights = {choice.name: finite_weight(choice.name, model) for choice in chosen.masked}
+    ranks = Ranks(_device_of(model), trackers, None if log is None else Path(log).parent)
+    feed = Feed(data, ranks.rank, ranks.count)
+    frozen = _frozen(model, chosen.masked).to(ranks.device)
+    sampler = _started(model, chosen.masked, weights, settings, data, forward).to(ranks.device)
+    if settings.features is not None:
+        blocks = named_blocks(frozen, settings.features)
+    else:
+        blocks = find_blocks(frozen, list(weights)) if _sees_features(settings) else []
+    learner = Learner(
+        frozen,
+        sampler,
+        objective_named(settings.objective, settings.match),
+        blocks,
+        forward=forward,
+        dense=settings.objective != "task",
+        hard=settings.hard,
+        seed=settings.seed,
+        rank=ranks.rank,
+        autocast=_autocast(precision, ranks.device),
+    )
+    identity = {
+        "settings": settings.described(),
+        "layers": {c.name: [str(c.pattern), *_layout_of(c)] for c in chosen.masked},
+        "weights": {name: float(weight.double().abs().sum()) for name, weight in weights.items()},
+        "ranks": ranks.count,
+    }
+
+    def masks_now(recipe: dict[str, Any]) -> MaskSet:
+        shared = {choice.name: choice.shared_with for choice in chosen.masked}
+        found = sampler.masks(settings.final, settings.seed)
+        masks = {name: with_fingerprint(mask, weights[name], shared[name]) for name, mask in found.items()}
+        made = {"method": "learn", **settings.described(), "preset": preset, "blocks": blocks}
+        where_made = {"selection": plain_options(where)}
+        return MaskSet(
+            {c.name: masks[c.name] for c in chosen.masked}, recipe=made | where_made | recipe | origin_of(model)
+        )
+
+    loop = Loop(learner, feed, settings, ranks, identity, masks_now, report, log, checkpoint, checkpoint_every)
+    masks = loop.run(resume)
+    if max_drop is not None:
+        masks = keep_dense(model, masks, drop_data, max_drop, drop_metric, forward=forward)
+    return masks
+
+
+def _frozen(model: nn.Module, choices: Sequence[Choice]) -> nn.Module:
+    """A copy that does not train: plain weights in the masked layers, eval mode, full precision."""
+    copy = clone(model)
+    for choice in choices:
+        set_weight_(copy.get_submodule(choice.name), weight_of(copy.get_submodule(choice.name)))
+    if _dtype_of(copy) in (torch.float16, torch.bfloat16):
+        copy.float()
+    copy.requires_grad_(False).eval()
+    return copy.to(memory_format=torch.channels_last) if _device_of(copy).type == "cuda" else copy
+
+
+def _started(
+    model: nn.Module,
+    choices: Sequence[Choice],
+    weights: dict[str, Tensor],
+    settings: Settings,
+    data: Any,
+    forward: Forward | None,
+) -> Sampler:
+    start = settings.start
+    if isinstance(start, MaskSet):
+        return Sampler(choices, weights, _scores_of(start, choices, weights), settings.alpha / 4)
+    if start == "glorot":
+        sampler = Sampler(choices, weights, {name: torch.zeros_like(w) for name, w in weights.items()}, 0.0)
+        generator = torch.Generator().manual_seed(settings.seed)
+        with torch.no_grad():
+            for logits in sampler.split(sampler.logits):
+                logits += glorot((logits.shape[0], logits.shape[1]), generator).to(logits)
+        return sampler
+    check_score(start, data)
+    found, _ = score_layers(model, choices, weights, start, data, seed=settings.seed, forward=forward)
+    return Sampler(
+        choices, weights, {name: score.to(weights[name].device) for name, score in found.items()}, settings.alpha
+    )
+
+
+def _scores_of(masks: MaskSet, choices: Sequence[Choice], weights: dict[str, Tensor]) -> dict[str, Tensor]:
+    """1 where the masks keep, 0 elsewhere: the logit of a code grows with what it shares with the mask."""
+    result = {}
+    for choice in choices:
+        mask = masks.get(choice.name)
+        if mask is None or mask.layout != choice.layout or mask.pattern != choice.pattern:
+            raise ModelError(
+                f"start= has no {choice.pattern} mask that fits layer {choice.name}: "
+                f"learn the layers that it masks (include=), in the same order and with the same pattern"
+            )
+        result[choice.name] = mask.kept().to(weights[choice.name])
+    return result
+
+
+def _sees_features(settings: Settings) -> bool:
+    return callable(settings.objective) or (settings.objective == "distill" and settings.match != "outputs")
+
+
+def _layout_of(choice: Choice) -> tuple[Any, ...]:
+    assert choice.layout is not None
+    return choice.layout.order, choice.layout.pad, list(choice.layout.shape)
+
+
+def _autocast(precision: Precision, device: torch.device) -> torch.dtype | None:
+    if precision not in ("auto", "float32", "bfloat16"):
+        raise ModelError(f"precision={precision!r}: there are 'auto' (bfloat16 on a GPU), 'float32' and 'bfloat16'")
+    wanted = precision == "bfloat16" or (precision == "auto" and device.type == "cuda")
+    return torch.bfloat16 if wanted else None
+
+
+def _dtype_of(model: nn.Module) -> torch.dtype:
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def _device_of(model: nn.Module) -> torch.device:
+    return next((p.device for p in model.parameters()), torch.device("cpu"))

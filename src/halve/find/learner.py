@@ -1,0 +1,101 @@
+"""The learner: a module that owns the logits and runs the frozen model with sampled weights. DDP wraps it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from halve.find.batches import Forward, run
+from halve.find.objective import Objective, Views, watching
+from halve.find.sampling import Sampler
+
+
+class Learner(nn.Module):
+    """Loss of one sampled mask on one batch.
+
+    The frozen model is held outside of the module tree, so that the logits are the learner's only parameter: nothing is
+    registered on the model, and DDP has one tensor to average.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        sampler: Sampler,
+        objective: Objective,
+        blocks: list[str],
+        *,
+        forward: Forward | None = None,
+        dense: bool = True,
+        hard: bool = True,
+        seed: int = 0,
+        rank: int = 0,
+        autocast: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.sampler, self.objective, self.blocks = sampler, objective, blocks
+        self._frozen = (Call(model, forward),)
+        self._dense, self._hard = dense, hard
+        self._seed, self._rank, self._autocast = seed, rank, autocast
+
+    @property
+    def _call(self) -> "Call":
+        return self._frozen[0]
+
+    @property
+    def model(self) -> nn.Module:
+        """The frozen model."""
+        return self._call.inner
+
+    def forward(self, batch: Any, step: int, temperature: float, micro: int = 0) -> Tensor:
+        """The loss of the batch; `micro` counts the batches of one step when gradients are accumulated."""
+        device = self.sampler.logits.device.type
+        with torch.autocast(device, self._autocast or torch.bfloat16, enabled=self._autocast is not None):
+            dense_output, dense_features = None, []
+            if self._dense:
+                with torch.no_grad(), watching(self.model, self.blocks) as dense_features:
+                    dense_output = self._call(batch)
+            weights = self.sampler.sample(
+                temperature=temperature, seed=self._seed, step=step, rank=self._rank + 1000 * micro, hard=self._hard
+            )
+            with watching(self.model, self.blocks) as features:
+                output = self._call.with_weights(weights, batch)
+        return self.objective(Views(output, features, dense_output, dense_features, batch))
+
+    def blame(self, batch: Any, step: int, temperature: float) -> str:
+        """The first layer whose output is not finite, for a message."""
+        names: list[str] = []
+
+        def hook(name: str) -> Any:
+            def look(module: nn.Module, args: Any, output: Any) -> None:
+                if isinstance(output, Tensor) and not bool(output.isfinite().all()):
+                    names.append(name)
+
+            return look
+
+        handles = [m.register_forward_hook(hook(name)) for name, m in self.model.named_modules() if name]
+        try:
+            with torch.no_grad():
+                self(batch, step, temperature)
+        finally:
+            for handle in handles:
+                handle.remove()
+        return f"first in layer {names[0]}" if names else "in the objective itself"
+
+
+class Call(nn.Module):
+    """The model with the user's way of running it, as one module: weights substituted here reach every part of it."""
+
+    def __init__(self, inner: nn.Module, forward: Forward | None) -> None:
+        super().__init__()
+        self.inner, self._forward = inner, forward
+
+    def forward(self, batch: Any) -> Tensor:
+        return run(self.inner, batch, self._forward)
+
+    def with_weights(self, weights: Mapping[str, Tensor], batch: Any) -> Tensor:
+        """The output with these layers' weights in place of their own."""
+        tensors = {".".join(filter(None, ("inner", name, "weight"))): weight for name, weight in weights.items()}
+        output: Tensor = functional_call(self, tensors, (batch,))
+        return output

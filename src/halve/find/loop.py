@@ -1,0 +1,275 @@
+"""The learning loop: steps within a budget, reports, checkpoints, and what happens when it is cut short."""
+
+import json
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import IO, Any
+
+import torch
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from halve.errors import DataError, FileError, LearningError, LearningWarning
+from halve.find.batches import images_of
+from halve.find.checkpoint import Checkpoint, optimizer_state, restore_
+from halve.find.feed import Feed
+from halve.find.learner import Learner
+from halve.find.ranks import Ranks
+from halve.find.settings import DEFAULT_STEPS, Settings
+from halve.find.trial import Estimate, try_step
+from halve.masks.mask import MaskSet
+
+_LOOK_EVERY = 10  # steps between looks at entropy and changed blocks, and on a GPU at anything: looking waits for it
+
+
+@dataclass(frozen=True)
+class Report:
+    """How learning stands after a step; the shares are from 0 to 1."""
+
+    step: int
+    steps: int | None
+    loss: float
+    entropy: float
+    changed: float
+    lr: float
+    temperature: float
+    images_per_s: float
+    seconds: float
+    seconds_left: float | None
+
+
+class Loop:
+    """One run. `masks_now(recipe)` gives the masks as they stand."""
+
+    def __init__(
+        self,
+        learner: Learner,
+        feed: Feed,
+        settings: Settings,
+        ranks: Ranks,
+        identity: dict[str, Any],
+        masks_now: Callable[[dict[str, Any]], MaskSet],
+        report: Callable[[Estimate | Report], None] | None,
+        log: str | Path | None,
+        checkpoint: str | Path | None,
+        checkpoint_every: float,
+    ) -> None:
+        self.learner, self.feed, self.settings, self.ranks = learner, feed, settings, ranks
+        self.identity, self.masks_now, self.tell = identity, masks_now, report
+        self.log, self.path, self.every = log, None if checkpoint is None else Path(checkpoint), checkpoint_every
+        self.logits = learner.sampler.logits
+        self.optimizer = torch.optim.AdamW(
+            [self.logits],
+            lr=settings.lr,
+            betas=settings.betas,
+            weight_decay=settings.weight_decay,
+            fused=self.logits.is_cuda,
+        )
+        self.start_codes = learner.sampler.codes()
+        self.step, self.before, self.images = 0, 0.0, 0
+        self.changed, self.entropy = 0.0, learner.sampler.entropy()
+        self.steps = self._planned_steps()
+
+    def run(self, resume: bool) -> MaskSet:
+        """Learn until the budget is spent, the data runs dry or somebody presses Ctrl-C."""
+        if resume:
+            self._resume()
+        self.ranks.start_trackers(self.settings.described())
+        wrapped = self.ranks.wrap(self.learner)
+        ended = "interrupted"
+        self.began = self.saved = time.perf_counter()
+        self.first_step, self.first_images = self.step, 0
+        with self._log_file() as file:
+            try:
+                ended = self._loop(wrapped, file)
+            except KeyboardInterrupt:
+                self._save()
+                warnings.warn(
+                    f"interrupted after {self.step} steps; {self._how_to_go_on()}", LearningWarning, stacklevel=3
+                )
+        self.ranks.stop_trackers()
+        return self._masks(ended)
+
+    def _loop(self, wrapped: Any, file: IO[str] | None) -> str:
+        bad = torch.zeros((), dtype=torch.bool, device=self.logits.device)
+        estimated = False
+        while self._fraction() < 1:
+            fraction = self._fraction()
+            temperature = self.settings.temperature_at(fraction)
+            lr = self.settings.lr_at(fraction, self.feed.epoch)
+            try:
+                batches = [self.feed.next() for _ in range(self.settings.accumulate)]
+            except StopIteration:
+                return self._dry()
+            if not estimated:
+                self._estimate(batches[0], temperature)
+                estimated = True
+                self.began = self.saved = time.perf_counter()
+            loss = self._gradient(wrapped, batches, temperature)
+            bad |= ~(loss.isfinite() & self._guarded_gradient_())
+            for group in self.optimizer.param_groups:
+                group["lr"] = lr
+            self.optimizer.step()
+            self.step += 1
+            self.images += sum(_images_in(batch) for batch in batches)
+            look = self.step % _LOOK_EVERY == 0 or self._fraction() >= 1
+            if look or not self.logits.is_cuda:
+                if bool(bad):
+                    self._give_up(batches[-1], temperature)
+                self._report(float(loss), lr, temperature, look, file)
+            if self.path is not None and time.perf_counter() - self.saved >= self.every:
+                self._save()
+        return "finished"
+
+    def _gradient(self, wrapped: Any, batches: list[Any], temperature: float) -> Tensor:
+        self.optimizer.zero_grad(set_to_none=True)
+        total = torch.zeros((), device=self.logits.device)
+        for micro, batch in enumerate(batches):
+            last = micro == len(batches) - 1
+            quiet = wrapped.no_sync() if isinstance(wrapped, DistributedDataParallel) and not last else nullcontext()
+            with quiet:
+                loss = wrapped(batch, self.step, temperature, micro) / len(batches)
+                if not loss.requires_grad:
+                    raise LearningError(
+                        "the objective does not depend on the masked weights: no gradient reaches the logits"
+                    )
+                loss.backward()
+            total += loss.detach()
+        return total
+
+    def _guarded_gradient_(self) -> Tensor:
+        """Whether the gradient is finite; if not it is set to zero, so that what was learned stays good."""
+        grad = self.logits.grad
+        assert grad is not None
+        fine = grad.sum().isfinite()
+        grad.masked_fill_(~fine, 0.0)
+        return fine
+
+    def _fraction(self) -> float:
+        """Share of the budget that is spent; the first rank's clock counts."""
+        if self.steps is not None:
+            return self.step / self.steps
+        assert self.settings.minutes is not None
+        return self.ranks.agree(self._seconds() / (60 * self.settings.minutes))
+
+    def _seconds(self) -> float:
+        return self.before + time.perf_counter() - self.began
+
+    def _planned_steps(self) -> int | None:
+        if self.settings.minutes is not None:
+            return None
+        if self.settings.epochs is None:
+            return self.settings.steps or DEFAULT_STEPS
+        if self.feed.length is None:
+            raise DataError("epochs= needs data with a length, such as a DataLoader; give steps= or minutes= instead")
+        return max(1, round(self.settings.epochs * self.feed.length / self.settings.accumulate))
+
+    def _estimate(self, batch: Any, temperature: float) -> None:
+        seconds, peak = try_step(self.learner, batch, temperature)
+        per_step = seconds * self.settings.accumulate
+        left = None if self.steps is None else per_step * (self.steps - self.step)
+        if self.tell is not None and self.ranks.first:
+            whole = left if self.settings.minutes is None else 60 * self.settings.minutes - self.before
+            self.tell(Estimate(per_step, whole, peak, self.steps))
+
+    def _report(self, loss: float, lr: float, temperature: float, look: bool, file: IO[str] | None) -> None:
+        if look:
+            self.entropy = self.learner.sampler.entropy()
+            self.changed = float((self.learner.sampler.codes() != self.start_codes).double().mean())
+        here = max(time.perf_counter() - self.began, 1e-9)
+        rate = (self.step - self.first_step) / here
+        left = (self.steps - self.step) / rate if self.steps else 60 * (self.settings.minutes or 0) - self._seconds()
+        images = (self.images - self.first_images) * self.ranks.count / here
+        report = Report(
+            self.step,
+            self.steps,
+            loss,
+            self.entropy,
+            self.changed,
+            lr,
+            temperature,
+            images,
+            self._seconds(),
+            max(left, 0.0),
+        )
+        if not self.ranks.first:
+            return
+        if self.tell is not None:
+            self.tell(report)
+        if look:
+            values = asdict(report)
+            self.ranks.track(
+                {key: values[key] for key in ("loss", "entropy", "changed", "lr", "images_per_s")}, self.step
+            )
+            if file is not None:
+                file.write(json.dumps(values) + "\n")
+                file.flush()
+
+    def _save(self) -> None:
+        self.saved = time.perf_counter()
+        if self.path is None or not self.ranks.first:
+            return
+        averages = optimizer_state(self.optimizer, self.logits)
+        state = Checkpoint(self.identity, self.step, self.feed.taken, self._seconds(), self.logits.detach(), *averages)
+        state.save(self.path)
+
+    def _resume(self) -> None:
+        if self.path is None:
+            raise FileError("resume=True needs checkpoint=, the file to go on from")
+        state = Checkpoint.load(self.path, self.identity, self.logits)
+        restore_(self.optimizer, self.logits, state)
+        self.step, self.before = state.step, state.seconds
+        if self.feed.again:
+            self.feed.skip(state.batches)
+        else:
+            warnings.warn(
+                "the data is an iterator, so its order is lost: learning goes on with whatever comes next, "
+                "and the outcome will not be the same to the bit",
+                LearningWarning,
+                stacklevel=4,
+            )
+
+    def _dry(self) -> str:
+        if self.step == 0:
+            raise DataError("the data gave no batch: it is empty, or an iterator that was used up before")
+        warnings.warn(
+            f"the data ran dry after {self.step} steps; pass what can be iterated over again, such as a DataLoader",
+            LearningWarning,
+            stacklevel=4,
+        )
+        self._save()
+        return "ran dry"
+
+    def _give_up(self, batch: Any, temperature: float) -> None:
+        self._save()
+        raise LearningError(
+            f"the loss is NaN or infinite by step {self.step}, {self.learner.blame(batch, self.step, temperature)}; "
+            f"check the images, lower lr= or leave the layer out. What was learned is in the error's .masks; "
+            f"{self._how_to_go_on()}",
+            self._masks("not finite"),
+        )
+
+    def _how_to_go_on(self) -> str:
+        return f"resume=True goes on from {self.path}" if self.path else "with checkpoint=FILE it could be resumed"
+
+    def _masks(self, ended: str) -> MaskSet:
+        return self.masks_now({"steps_done": self.step, "seconds": round(self._seconds(), 1), "ended": ended})
+
+    def _log_file(self) -> Any:
+        if self.log is None or not self.ranks.first:
+            return nullcontext()
+        try:
+            return Path(self.log).open("a" if self.step else "w")
+        except OSError as error:
+            raise FileError(f"cannot write the log {self.log}: {error.strerror}") from error
+
+
+def _images_in(batch: Any) -> int:
+    try:
+        return len(images_of(batch))
+    except DataError:  # only the user's own forward knows what is in it
+        return 1

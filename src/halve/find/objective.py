@@ -1,0 +1,144 @@
+"""What learning compares: outputs, features of blocks, labels."""
+
+from collections import Counter
+from collections.abc import Callable, Collection, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from halve.errors import DataError, ModelError, listed
+from halve.find.batches import labels_of, main_output
+
+Match = Literal["both", "outputs", "features"]
+FEATURE_WEIGHT = 10.0  # of the mean relative error of the features, beside the divergence of the outputs
+
+
+@dataclass(frozen=True)
+class Views:
+    """One step as an objective sees it: what the masked and the dense network made of a batch."""
+
+    output: Tensor
+    features: list[Tensor]
+    dense_output: Tensor | None
+    dense_features: list[Tensor]
+    batch: Any
+
+
+Objective = Callable[[Views], Tensor]
+
+
+def distill_outputs(views: Views) -> Tensor:
+    """KL divergence of the masked network's outputs from the dense network's, over the last (class) axis or axis 1."""
+    assert views.dense_output is not None
+    axis = 1 if views.output.dim() > 1 else 0
+    ours = views.output.float().log_softmax(axis)
+    theirs = views.dense_output.float().log_softmax(axis)
+    return F.kl_div(ours, theirs, reduction="none", log_target=True).sum(axis).mean()
+
+
+def distill_features(views: Views) -> Tensor:
+    """Mean over blocks of the relative squared error of their outputs."""
+    errors = [
+        (ours.float() - theirs.float()).square().mean() / theirs.float().square().mean().clamp(min=1e-12)
+        for ours, theirs in zip(views.features, views.dense_features, strict=True)
+    ]
+    return FEATURE_WEIGHT * sum(errors[1:], errors[0]) / len(errors)
+
+
+def distill_both(views: Views) -> Tensor:
+    """Outputs and features together."""
+    return distill_outputs(views) + distill_features(views)
+
+
+def task(views: Views) -> Tensor:
+    """Cross-entropy with the labels."""
+    labels = labels_of(views.batch)
+    if labels is None:
+        raise DataError("objective='task' needs labels, and the batches have none; 'distill' needs no labels")
+    if views.output.dim() != 2 or len(labels) != len(views.output):
+        raise DataError(
+            f"{len(labels)} labels for outputs of shape {tuple(views.output.shape)}: one per image is needed"
+        )
+    if int(labels.min()) < 0 or int(labels.max()) >= views.output.shape[1]:
+        found, outputs = f"labels from {int(labels.min())} to {int(labels.max())}", views.output.shape[1]
+        raise DataError(f"{found}, but the classifier has {outputs} outputs")
+    return F.cross_entropy(views.output.float(), labels.to(views.output.device))
+
+
+def find_blocks(model: nn.Module, masked: Collection[str]) -> list[str]:
+    """Modules whose outputs are worth matching: the repeated blocks of a network, or its masked layers if it has none.
+
+    A block is a module of a class that occurs at least twice, holds at least two masked layers, is no mere container,
+    and lies in no other block. A module that holds several blocks of one class is a stage, not a block.
+
+    >>> from torchvision.models import resnet18
+    >>> model = resnet18()
+    >>> masked = [name for name, module in model.named_modules() if isinstance(module, nn.Conv2d)]
+    >>> find_blocks(model, masked)[:3]
+    ['layer1.0', 'layer1.1', 'layer2.0']
+    """
+    modules = dict(model.named_modules())
+    kinds = Counter(type(module) for module in modules.values())
+
+    def inside(name: str, names: Collection[str]) -> list[str]:
+        return [other for other in names if other.startswith(f"{name}.")]
+
+    containers = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+    candidates = {
+        name: type(module)
+        for name, module in modules.items()
+        if name and kinds[type(module)] > 1 and not isinstance(module, containers) and len(inside(name, masked)) > 1
+    }
+    blocks: list[str] = []
+    for name in candidates:
+        repeated = Counter(candidates[other] for other in inside(name, candidates))
+        if max(repeated.values(), default=0) < 2 and not any(name.startswith(f"{block}.") for block in blocks):
+            blocks.append(name)
+    return blocks or list(masked)
+
+
+def named_blocks(model: nn.Module, globs: Sequence[str]) -> list[str]:
+    """The modules that the user named."""
+    names = [name for name, _ in model.named_modules() if name]
+    for glob in globs:
+        if not any(fnmatchcase(name, glob) for name in names):
+            raise ModelError(f"features: {glob!r} matches no module; there are {listed(names)}")
+    return [name for name in names if any(fnmatchcase(name, glob) for glob in globs)]
+
+
+@contextmanager
+def watching(model: nn.Module, names: Sequence[str]) -> Iterator[list[Tensor]]:
+    """The outputs of these modules during one forward pass, in the order in which they ran."""
+    seen: list[Tensor] = []
+
+    def hook(module: nn.Module, args: Any, output: Any) -> None:
+        seen.append(main_output(output))
+
+    handles = [model.get_submodule(name).register_forward_hook(hook) for name in names]
+    try:
+        yield seen
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def objective_named(name: str | Objective, match: Match) -> Objective:
+    """'distill' by what is matched, 'task', or the user's own."""
+    if callable(name):
+        return name
+    known: dict[tuple[str, str], Objective] = {
+        ("distill", "both"): distill_both,
+        ("distill", "outputs"): distill_outputs,
+        ("distill", "features"): distill_features,
+    }
+    if name == "task":
+        return task
+    if (name, match) not in known:
+        raise ModelError(
+            f"objective={name!r}, match={match!r}: there are 'distill' (both, outputs, features) and 'task'"
+        )
+    return known[name, match]

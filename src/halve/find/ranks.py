@@ -1,0 +1,61 @@
+"""One process or several: what ranks share, through Accelerate."""
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+
+class Ranks:
+    """This process among those of a torchrun; alone without one. Accelerate is imported only where it is needed."""
+
+    def __init__(
+        self, device: torch.device, trackers: Sequence[Any] = (), project: str | os.PathLike[str] | None = None
+    ) -> None:
+        self.rank, self.count, self.device = 0, 1, device
+        self._accelerator: Any = None
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1 or trackers:
+            from accelerate import Accelerator
+
+            # bf16 is cast by the learner itself, the same with and without Accelerate
+            log_with = list(trackers) or None
+            self._accelerator = Accelerator(
+                cpu=device.type == "cpu", mixed_precision="no", log_with=log_with, project_dir=project
+            )
+            self.rank, self.count = self._accelerator.process_index, self._accelerator.num_processes
+            self.device = self._accelerator.device if self.count > 1 else device
+
+    @property
+    def first(self) -> bool:
+        """Whether this process writes files and speaks."""
+        return self.rank == 0
+
+    def wrap(self, learner: nn.Module) -> nn.Module:
+        """DDP where there are several."""
+        return self._accelerator.prepare_model(learner) if self.count > 1 else learner
+
+    def agree(self, value: float) -> float:
+        """The first rank's value, on all of them."""
+        if self.count == 1:
+            return value
+        from accelerate.utils import broadcast_object_list
+
+        return float(broadcast_object_list([value])[0])
+
+    def start_trackers(self, config: Mapping[str, Any]) -> None:
+        if self._accelerator is not None and self._accelerator.log_with:
+            plain = {
+                key: value if isinstance(value, int | float | str | bool) else str(value)
+                for key, value in config.items()
+            }
+            self._accelerator.init_trackers("halve", config=plain)
+
+    def track(self, values: Mapping[str, float], step: int) -> None:
+        if self._accelerator is not None and self._accelerator.log_with:
+            self._accelerator.log(dict(values), step=step)
+
+    def stop_trackers(self) -> None:
+        if self._accelerator is not None and self._accelerator.log_with:
+            self._accelerator.end_training()

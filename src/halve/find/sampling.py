@@ -1,0 +1,173 @@
+"""Logits -> sampled masks. All randomness of learning is here, and comes from a seed, a step and a rank alone."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from halve.find.select import Choice
+from halve.masks.layout import Layout
+from halve.masks.mask import Mask
+from halve.masks.pattern import Pattern
+
+Final = Literal["argmax", "sample"]
+FORBIDDEN = -1e4  # the logit of a code that would keep a virtual column in a real weight's place
+_STEP, _RANK = 1_000_003, 7_919  # spread the seeds of steps and ranks
+
+
+@dataclass(frozen=True)
+class Segment:
+    """The layers of one pattern: their blocks lie one after another."""
+
+    pattern: Pattern
+    names: tuple[str, ...]
+    layouts: tuple[Layout, ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Blocks of each layer."""
+        return [layout.rows * layout.blocks for layout in self.layouts]
+
+
+class Sampler(nn.Module):
+    """Owns the logits of a whole model, one flat parameter, and samples masked weights from them.
+
+    >>> choice = Choice("fc", "Linear", (2, 4), Pattern("2:4"), Layout("linear", (2, 4), 4), "")
+    >>> sampler = Sampler([choice], {"fc": torch.ones(2, 4)}, {"fc": torch.zeros(2, 4)}, 1.0)
+    >>> weight = sampler.sample(temperature=1.0, seed=0, step=0)["fc"]
+    >>> (weight != 0).sum(1).tolist()
+    [2, 2]
+    """
+
+    def __init__(
+        self, choices: Sequence[Choice], weights: Mapping[str, Tensor], scores: Mapping[str, Tensor], alpha: float
+    ) -> None:
+        """`scores` (not negative, of the weights' shapes) and the sharpness `alpha` say where the logits start."""
+        super().__init__()
+        self.segments = _segments(choices)
+        parts = []
+        for index, segment in enumerate(self.segments):
+            layers = list(zip(segment.names, segment.layouts, strict=True))
+            blocks = torch.cat([layout.to_blocks(weights[name].float()).flatten(0, 1) for name, layout in layers])
+            score = torch.cat([layout.to_blocks(scores[name].float()).flatten(0, 1) for name, layout in layers])
+            self.register_buffer(f"weights{index}", blocks, persistent=False)
+            self.register_buffer(f"table{index}", segment.pattern.table().float().to(blocks.device), persistent=False)
+            parts.append((alpha * relative(score) @ self._table(index).T - self._forbidden(index)).flatten())
+        self.logits = nn.Parameter(torch.cat(parts))
+
+    def sample(
+        self, *, temperature: float, seed: int, step: int, rank: int = 0, hard: bool = True
+    ) -> dict[str, Tensor]:
+        """Masked weights by layer name: one Gumbel-Softmax sample, differentiable by the logits."""
+        generator = torch.Generator(self.logits.device).manual_seed(seed + _STEP * (step + 1) + _RANK * rank)
+        result: dict[str, Tensor] = {}
+        for index, (segment, logits) in enumerate(zip(self.segments, self.split(self.logits), strict=True)):
+            noise = torch.empty_like(logits).exponential_(generator=generator).log_().neg_()
+            if hard:
+                kept: Tensor = _HardSample.apply(logits, noise, self._table(index), temperature)
+            else:
+                kept = ((logits + noise) / temperature).softmax(1) @ self._table(index)
+            result |= self._layers(segment, kept * self._weights(index))
+        return result
+
+    @torch.no_grad()
+    def masks(self, final: Final = "argmax", seed: int = 0) -> dict[str, Mask]:
+        """The final masks: the likeliest code of each block, or one last sample."""
+        result = {}
+        generator = torch.Generator(self.logits.device).manual_seed(seed)
+        for segment, logits in zip(self.segments, self.split(self.logits), strict=True):
+            if final == "sample":
+                logits = logits - torch.empty_like(logits).exponential_(generator=generator).log_()
+            codes = logits.argmax(1)
+            for name, layout, part in zip(segment.names, segment.layouts, codes.split(segment.sizes), strict=True):
+                result[name] = Mask(segment.pattern, layout, part.reshape(layout.rows, layout.blocks))
+        return result
+
+    @torch.no_grad()
+    def codes(self) -> Tensor:
+        """The likeliest code of every block."""
+        return torch.cat([logits.argmax(1) for logits in self.split(self.logits)])
+
+    @torch.no_grad()
+    def entropy(self) -> float:
+        """Mean entropy of the choices over its maximum: 1 is undecided, 0 is decided."""
+        total, blocks = 0.0, 0
+        for segment, logits in zip(self.segments, self.split(self.logits), strict=True):
+            if segment.pattern.count > 1:
+                shares = logits.log_softmax(1)
+                total += float(-(shares.exp() * shares).sum()) / math.log(segment.pattern.count)
+            blocks += len(logits)
+        return total / max(blocks, 1)
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """A flat tensor like the logits -> one (blocks, codes) view per segment."""
+        sizes = [(sum(segment.sizes), segment.pattern.count) for segment in self.segments]
+        parts = torch.split(flat, [blocks * count for blocks, count in sizes])
+        return [part.reshape(size) for part, size in zip(parts, sizes, strict=True)]
+
+    def _layers(self, segment: Segment, blocks: Tensor) -> dict[str, Tensor]:
+        parts = torch.split(blocks, segment.sizes)
+        return {
+            name: layout.from_blocks(part.reshape(layout.rows, layout.blocks, layout.block))
+            for name, layout, part in zip(segment.names, segment.layouts, parts, strict=True)
+        }
+
+    def _forbidden(self, index: int) -> Tensor | float:
+        segment = self.segments[index]
+        if not any(layout.virtual for layout in segment.layouts):
+            return 0.0
+        table = self._table(index)
+        rows = []
+        for layout in segment.layouts:
+            real = layout.real().to(table)
+            wanted = real.sum(1, keepdim=True).clamp(max=segment.pattern.kept)
+            rows.append((real @ table.T < wanted).to(table).mul(-FORBIDDEN).repeat(layout.rows, 1))
+        return torch.cat(rows)
+
+    def _weights(self, index: int) -> Tensor:
+        return self.get_buffer(f"weights{index}")
+
+    def _table(self, index: int) -> Tensor:
+        return self.get_buffer(f"table{index}")
+
+
+def relative(scores: Tensor) -> Tensor:
+    """Scores of blocks (blocks, M) over their block's mean; a block of zeros stays zero."""
+    return scores / scores.mean(1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
+
+
+def glorot(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    """Normal numbers by Glorot's rule over blocks x codes, as the paper starts its logits."""
+    return torch.randn(shape, generator=generator) * math.sqrt(2.0 / sum(shape))
+
+
+class _HardSample(torch.autograd.Function):
+    """Forward the code that Gumbel-Max draws, backward the gradient of Gumbel-Softmax (straight through)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, noise: Tensor, table: Tensor, temperature: float) -> Tensor:
+        noisy = noise.add_(logits)
+        kept = table[noisy.argmax(1)]
+        ctx.save_for_backward(noisy.div_(temperature).softmax(1), table)
+        ctx.temperature = temperature
+        return kept
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        soft, table = ctx.saved_tensors
+        pull = (grads[0] @ table.T).mul_(soft)
+        return pull.addcmul_(soft, pull.sum(1, keepdim=True), value=-1).div_(ctx.temperature), None, None, None
+
+
+def _segments(choices: Sequence[Choice]) -> tuple[Segment, ...]:
+    grouped: dict[Pattern, list[Choice]] = {}
+    for choice in choices:
+        assert choice.pattern is not None
+        grouped.setdefault(choice.pattern, []).append(choice)
+    return tuple(
+        Segment(pattern, tuple(c.name for c in members), tuple(c.layout for c in members if c.layout is not None))
+        for pattern, members in grouped.items()
+    )

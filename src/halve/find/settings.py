@@ -1,0 +1,126 @@
+"""The settings of a learning run: defaults, presets, schedules. What is here, and the data, decide the outcome."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+from halve.errors import ModelError, listed
+from halve.find.objective import Match, Objective
+from halve.find.sampling import Final
+from halve.find.select import SelectOptions
+from halve.masks.mask import MaskSet
+
+DEFAULT_STEPS = 500
+
+
+@dataclass(frozen=True)
+class Settings:
+    """All that decides a run but model, selection and data."""
+
+    objective: str | Objective = "distill"
+    match: Match = "both"
+    features: tuple[str, ...] | None = None
+    start: str | MaskSet = "magnitude"
+    alpha: float = 8.0
+    temperature: float | tuple[float, float] = 1.0
+    hard: bool = True
+    final: Final = "argmax"
+    lr: float = 0.1
+    betas: tuple[float, float] = (0.9, 0.95)
+    weight_decay: float = 0.0
+    schedule: Literal["cosine", "constant", "paper"] = "cosine"
+    steps: int | None = None
+    epochs: float | None = None
+    minutes: float | None = None
+    accumulate: int = 1
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        budgets = [name for name in ("steps", "epochs", "minutes") if getattr(self, name) is not None]
+        if len(budgets) > 1:
+            raise ModelError(f"give one budget, not {' and '.join(budgets)}")
+        positive = [*budgets, "accumulate", "lr"]
+        if bad := [name for name in positive if not getattr(self, name) > 0]:
+            raise ModelError(f"{listed(bad)} must be positive")
+        if min(self.temperatures) <= 0:
+            raise ModelError(f"temperature {self.temperature} must be positive")
+        choices = {"schedule": ("cosine", "constant", "paper"), "final": ("argmax", "sample")}
+        for name, allowed in choices.items():
+            if getattr(self, name) not in allowed:
+                raise ModelError(f"{name}={getattr(self, name)!r}: there are {listed(allowed)}")
+
+    @classmethod
+    def of(cls, options: Mapping[str, Any]) -> "Settings":
+        """From keyword arguments; unknown ones are named."""
+        known = {field.name for field in dataclasses.fields(cls)}
+        if unknown := sorted(options.keys() - known):
+            raise ModelError(f"learn has no option {listed(unknown)}; there are {listed(sorted(known), most=99)}")
+        plain: dict[str, Any] = {
+            key: tuple(value) if isinstance(value, list) else value for key, value in options.items()
+        }
+        if isinstance(plain.get("features"), str):
+            plain["features"] = (plain["features"],)
+        return cls(**plain)
+
+    @property
+    def temperatures(self) -> tuple[float, float]:
+        """At the start and at the end."""
+        return self.temperature if isinstance(self.temperature, tuple) else (self.temperature, self.temperature)
+
+    def temperature_at(self, fraction: float) -> float:
+        """Geometric between start and end.
+
+        >>> Settings(temperature=(4.0, 1.0)).temperature_at(0.5)
+        2.0
+        """
+        first, last = self.temperatures
+        return float(first * (last / first) ** fraction)
+
+    def lr_at(self, fraction: float, epoch: int) -> float:
+        """The learning rate after this fraction of the run, in this epoch."""
+        if self.schedule == "cosine":
+            return self.lr * 0.5 * (1 + math.cos(math.pi * fraction))
+        return self.lr * 0.1 ** (epoch // 3) if self.schedule == "paper" else self.lr
+
+    def described(self) -> dict[str, Any]:
+        """As plain JSON values, for recipes and checkpoints."""
+        result = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        if callable(self.objective):
+            result["objective"] = getattr(self.objective, "__name__", "function")
+        if isinstance(self.start, MaskSet):
+            result["start"] = "masks"
+        return {key: list(value) if isinstance(value, tuple) else value for key, value in result.items()}
+
+
+def preset_options(name: str | None) -> dict[str, Any]:
+    """The options of `learn` that a preset stands for.
+
+    "paper" is the recipe of the paper's text on everything that it masks; BatchNorm stays frozen, which in its
+    published code it does not.
+    """
+    if name is None:
+        return {}
+    if name != "paper":
+        raise ModelError(f"unknown preset {name!r}; there is 'paper'")
+    return {
+        "order": "flat",
+        "remainder": "pad",
+        "kinds": ("conv",),
+        "objective": "task",
+        "start": "glorot",
+        "temperature": 0.1,
+        "final": "sample",
+        "lr": 1.0,
+        "betas": (0.9, 0.999),
+        "weight_decay": 1e-4,
+        "schedule": "paper",
+    }
+
+
+def split_options(options: Mapping[str, Any]) -> tuple[SelectOptions, dict[str, Any]]:
+    """Keyword arguments of `learn` -> options of `select`, settings."""
+    where = {key: value for key, value in options.items() if key in SelectOptions.__annotations__}
+    how = {key: value for key, value in options.items() if key not in where}
+    return cast(SelectOptions, where), how
