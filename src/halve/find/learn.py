@@ -68,8 +68,8 @@ def learn(
       no more than that.
 
     `checkpoint` names a file that is written every `checkpoint_every` seconds; `resume=True` goes on from it, to the
-    same bits on a CPU when the data comes in the same order. `log` is a JSONL file, `trackers` are Accelerate's. `report` is
-    called with an `Estimate` before the first step and a `Report` after each. Under torchrun all ranks learn together.
+    same bits on a CPU when the data comes in the same order. `log` is a JSONL file, `trackers` are Accelerate's;
+    `report` is called with an `Estimate` first and with a `Report` after each step. Under torchrun all ranks learn together.
 
     >>> import halve
     >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
