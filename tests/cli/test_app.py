@@ -1,0 +1,202 @@
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import halve as package
+from halve.version import VERSION
+
+COMMANDS = ("demo", "select", "prune", "apply", "verify", "evaluate", "inspect", "pack", "unpack")
+HALVE = str(Path(sys.executable).with_name("halve"))
+
+
+def start(folder, *arguments, **options):
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "80"}
+    return subprocess.Popen(
+        [HALVE, *map(str, arguments)],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        **options,
+    )
+
+
+def finished(process):
+    out, err = process.communicate(timeout=120)
+    assert "Traceback" not in out + err
+    return process.returncode, out, err
+
+
+def files(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if "__pycache__" not in str(path))
+
+
+def test_the_list_of_commands_names_every_command_and_the_exit_codes(halve):
+    shown = halve("--help").out
+    for name in COMMANDS:
+        assert f"\n  {name} " in shown
+    assert "Exit codes: 0 done, 1 a check failed, 2 bad input, 130 interrupted." in shown
+
+
+def test_without_a_command_the_help_is_shown(halve):
+    shown = halve(code=2)
+    assert "Commands:" in shown.out + shown.err
+
+
+def test_the_version_is_printed(halve):
+    assert halve("--version").out == f"halve {VERSION}\n"
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_commands_help_has_an_example_and_describes_every_option(halve, command):
+    lines = halve(command, "--help").out.splitlines()
+    assert any(line.strip().startswith(f"halve {command} ") for line in lines)
+    options = [line for line in lines if line.startswith("  --")]
+    assert options
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_each_example_stands_on_one_line_to_be_copied(halve, command, monkeypatch):
+    lines = halve(command, "--help").out.splitlines()
+    example = next(i for i, line in enumerate(lines) if line.strip().startswith(f"halve {command} "))
+    assert lines[example + 1].strip() == ""
+
+
+@pytest.mark.parametrize(
+    "arguments", [["nothing"], ["select"], ["evaluate", "zoo.py:net"], ["prune", "zoo.py:net", "--nothing"]]
+)
+def test_wrong_usage_exits_with_2_and_says_what_is_wrong(halve, folder, arguments):
+    result = halve(*arguments, code=2)
+    assert result.out == ""
+    assert "Error: " in result.err
+    assert "--help" in result.err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["select", "resnet18"],
+        ["select", "torchvision:resnet19"],
+        ["select", "nothing.py:net"],
+        ["select", "zoo.py:nothing"],
+        ["select", "zoo.py:net", "--include", "nothing"],
+        ["select", "zoo.py:net", "--order", "nothing"],
+        ["select", "zoo.py:net", "--remainder", "error"],
+        ["select", "zoo.py:net", "--pattern", "5:4"],
+        ["select", "zoo.py:net", "--pattern", "stem="],
+        ["prune", "zoo.py:net", "--exclude", "*"],
+        ["prune", "zoo.py:sick"],
+        ["prune", "zoo.py:net", "--score", "nothing"],
+        ["prune", "zoo.py:net", "--score", "wanda"],
+        ["prune", "zoo.py:net", "--recalibrate"],
+        ["prune", "zoo.py:net", "--weights", "nothing.pth"],
+        ["prune", "zoo.py:net", "--weights", "zoo.py"],
+        ["prune", "zoo.py:net", "--out", "nothing/net.masks.safetensors"],
+        ["prune", "zoo.py:net", "--out", "photos"],
+        ["prune", "zoo.py:net", "--score", "wanda", "--data", "nothing"],
+        ["prune", "zoo.py:net", "--score", "wanda", "--data", "photos", "--images", "0"],
+        ["prune", "zoo.py:net", "--score", "random", "--seed", str(2**70)],
+        ["prune", "zoo.py:net", "--device", "nothing"],
+        ["prune", "zoo.py:net", "--device", "cuda:99"],
+        ["apply", "zoo.py:net", "--masks", "nothing", "--out", "x.safetensors"],
+        ["apply", "zoo.py:net", "--masks", "zoo.py", "--out", "x.safetensors"],
+        ["apply", "zoo.py:net", "--masks", "net.safetensors", "--out", "x.safetensors"],
+        ["verify", "zoo.py:net", "--masks", "net.safetensors"],
+        ["evaluate", "zoo.py:net", "--data", "nothing"],
+        ["evaluate", "zoo.py:net", "--data", ""],
+        ["evaluate", "zoo.py:net", "--data", "photos", "--batch", "0"],
+        ["evaluate", "zoo.py:net", "--data", "photos", "--workers", "-1"],
+        ["evaluate", "zoo.py:net", "--data", "photos", "--mean", "a,b"],
+        ["evaluate", "zoo.py:net", "--data", "photos", "--mean", "0.5,0.5"],
+        ["evaluate", "zoo.py:net", "--data", "photos", "--std", "0,0,0"],
+        ["evaluate", "zoo.py:net", "--data", "photos", "--size", "0"],
+        ["evaluate", "zoo.py:net", "--data", "photos", "--resize", "-3"],
+        ["evaluate", "zoo.py:net", "--data", "photos", "--classes", "nothing.txt"],
+        ["evaluate", "zoo.py:sick", "--data", "photos"],
+        ["evaluate", "zoo.py:net", "--data", "digits"],
+        ["inspect", "nothing"],
+        ["inspect", "net.safetensors"],
+        ["inspect", "photos"],
+        ["unpack", "net.safetensors", "--out", "x.safetensors"],
+        ["pack", "zoo.py:net", "--masks", "nothing", "--out", "x", "--dtype", "int8"],
+        ["demo", "--out", "zoo.py"],
+    ],
+    ids=" ".join,
+)
+def test_bad_input_exits_with_2_and_one_error_on_standard_error(halve, folder, arguments):
+    before = files(folder)
+    result = halve(*arguments, code=2)
+    assert result.out == ""
+    lines = [line for line in result.err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    assert len(lines[0]) > 20
+    assert files(folder) == before
+
+
+def test_the_installed_command_separates_results_from_notes_and_exits_with_the_code(folder):
+    code, out, err = finished(start(folder, "prune", "zoo.py:nett", "--json"))
+    assert (code, out) == (2, "")
+    assert err.startswith("error: unknown callable in zoo.py 'nett'; near: net")
+
+
+@pytest.mark.parametrize("command", ["evaluate", "prune"])
+def test_an_interrupt_exits_with_130_and_leaves_no_half_written_file(folder, command):
+    before = files(folder)
+    arguments = ["--score", "wanda", "--recalibrate"] if command == "prune" else []
+    process = start(folder, command, "zoo.py:slow", "--data", "photos", *arguments)
+    deadline = time.monotonic() + 60
+    while not (folder / "running").exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    code, out, _ = finished(process)
+    assert (code, out) == (130, "")
+    assert files(folder) == sorted([*before, "running"])
+
+
+def test_a_full_disk_exits_with_2_and_keeps_the_old_file(folder):
+    old = folder / "net.masks.safetensors"
+    old.write_bytes(b"old")
+    before = files(folder)
+
+    def full():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600))
+
+    environment = {"PYTHONDONTWRITEBYTECODE": "1"}
+    os.environ.update(environment)
+    try:
+        process = start(folder, "prune", "zoo.py:net", "--weights", "net.safetensors", preexec_fn=full)
+        code, out, err = finished(process)
+    finally:
+        del os.environ["PYTHONDONTWRITEBYTECODE"]
+    assert (code, out) == (2, "")
+    assert "error: cannot write net.masks.safetensors: File too large; nothing was written" in err
+    assert old.read_bytes() == b"old"
+    assert files(folder) == before
+
+
+def test_concurrent_runs_that_write_the_same_file_leave_one_whole_result(folder):
+    running = [
+        start(folder, "prune", "zoo.py:net", "--score", "random", "--seed", seed, "--out", "same.masks.safetensors")
+        for seed in (1, 2)
+    ]
+    assert [finished(process)[0] for process in running] == [0, 0]
+    assert package.load(folder / "same.masks.safetensors").recipe["seed"] in (1, 2)
+    assert not [name for name in files(folder) if ".part" in name]
+
+
+def test_a_reader_that_stops_early_gets_no_traceback(folder):
+    process = start(folder, "select", "torchvision:densenet201")
+    process.stdout.close()
+    process.stdout = None
+    _, err = process.communicate(timeout=60)
+    assert "Traceback" not in err
+    assert "Exception" not in err

@@ -1,0 +1,118 @@
+import pytest
+
+import halve as package
+from halve.sources.models import load_model
+
+
+def patterns(result):
+    return {entry["layer"]: entry["pattern"] for entry in result.json}
+
+
+def test_select_shows_every_layer_and_why(halve, net):
+    result = halve("select", *net)
+    assert result.out.splitlines()[0] == "zoo.py:net"
+    for words in ("stem", "3 input channels are no multiple of 4", "depthwise convolution", "classifier head"):
+        assert words in result.out
+    assert result.out.splitlines()[-1].startswith("2 of 5 layers masked, ")
+    assert result.err == ""
+
+
+def test_select_speaks_of_the_options_of_the_command_line(halve, net):
+    out = halve("select", *net).out
+    assert "--also head" in out
+    assert "--remainder pad" in out
+
+
+def test_select_as_json_has_one_entry_for_each_layer(halve, net):
+    entries = halve("select", *net, "--json").json
+    assert [entry["layer"] for entry in entries] == ["stem", "body", "depthwise", "point", "head"]
+    assert all(set(entry) == {"layer", "type", "shape", "pattern", "reason", "masked"} for entry in entries)
+    assert entries[1] == {
+        "layer": "body",
+        "type": "Conv2d",
+        "shape": "16x8x3x3",
+        "pattern": "2:4",
+        "reason": "along input channels",
+        "masked": True,
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], {"body": "2:4", "point": "2:4"}),
+        (["--pattern", "1:4"], {"body": "1:4", "point": "1:4"}),
+        (["--pattern", "point=1:2", "--pattern", "2:4"], {"body": "2:4", "point": "1:2"}),
+        (["--pattern", "point=dense", "--pattern", "2:4"], {"body": "2:4"}),
+        (["--pattern", "point=dense"], {"body": "2:4"}),
+        (["--include", "bod*"], {"body": "2:4"}),
+        (["--exclude", "body"], {"point": "2:4"}),
+        (["--also", "head"], {"body": "2:4", "point": "2:4", "head": "2:4"}),
+        (["--also", "head", "--include", "body"], {"body": "2:4", "head": "2:4"}),
+        (["--remainder", "pad"], {"stem": "2:4", "body": "2:4", "point": "2:4"}),
+        (["--order", "flat"], {"body": "2:4", "point": "2:4"}),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_select_and_prune_choose_the_same_layers(halve, net, options, expected):
+    chosen = patterns(halve("select", *net, *options, "--json"))
+    assert {name: pattern for name, pattern in chosen.items() if pattern != "dense"} == expected
+    halve("prune", *net, *options)
+    made = package.load("net.masks.safetensors")
+    assert {name: str(mask.pattern) for name, mask in made.items()} == expected
+
+
+@pytest.mark.parametrize("score", ["magnitude", "wanda", "random"])
+def test_prune_writes_what_the_library_would_beside_the_checkpoint(halve, net, folder, score):
+    result = halve("prune", *net, "--score", score, "--data", "photos", "--batch", "12")
+    assert result.out.startswith("net.masks.safetensors: 2 layers, 1,408 weights, 50.0 % kept, ")
+    assert "layers" in result.err
+    made = package.load(folder / "net.masks.safetensors")
+    assert made.recipe["score"] == score
+    assert (made.recipe["source"], made.recipe["weights"]) == ("zoo.py:net", "net.safetensors")
+    if score != "wanda":
+        assert made == package.prune(load_model("zoo.py:net").model, score)
+
+
+def test_prune_measures_the_images_that_it_says(halve, net, folder):
+    halve("prune", *net, "--score", "wanda", "--data", "photos", "--images", "5", "--recalibrate")
+    made = package.load(folder / "net.masks.safetensors")
+    assert made.recipe["images"] == made.recipe["recalibrated_on_images"] == 5
+    assert made.recipe["data"] == "photos"
+    assert set(made.statistics) == {"bn.running_mean", "bn.running_var"}
+
+
+def test_prune_gives_the_same_masks_again(halve, net):
+    options = ("--score", "wanda", "--data", "photos", "--recalibrate", "--images", "8", "--batch", "4")
+    halve("prune", *net, *options, "--out", "one.masks.safetensors")
+    halve("prune", *net, *options, "--out", "two.masks.safetensors")
+    assert package.load("one.masks.safetensors") == package.load("two.masks.safetensors")
+
+
+def test_prune_does_not_touch_the_checkpoint(halve, net, folder):
+    before = (folder / "net.safetensors").read_bytes()
+    halve("prune", *net)
+    assert (folder / "net.safetensors").read_bytes() == before
+
+
+def test_prune_as_json_names_the_file_and_nothing_else_is_on_standard_output(halve, net):
+    result = halve("prune", *net, "--json", "--out", "x.masks.safetensors")
+    assert result.json == {"file": "x.masks.safetensors", "layers": 2, "weights": 1408, "density": 0.5}
+
+
+def test_a_missing_option_is_noticed_before_the_model_is_built(halve, folder):
+    assert "--score wanda needs images: pass --data" in halve("prune", "nothing.py:x", "--score", "wanda", code=2).err
+    assert "--recalibrate needs images: pass --data" in halve("prune", "nothing.py:x", "--recalibrate", code=2).err
+
+
+def test_an_output_that_cannot_be_written_is_noticed_before_the_work(halve, net):
+    result = halve(
+        "prune", *net, "--score", "wanda", "--data", "photos", "--out", "nothing/x.masks.safetensors", code=2
+    )
+    assert "activations" not in result.err
+
+
+def test_a_model_without_batchnorm_cannot_be_recalibrated_and_nothing_is_written(halve, folder):
+    result = halve("prune", "zoo.py:plain", "--also", "*", "--data", "photos", "--recalibrate", code=2)
+    assert "no BatchNorm" in result.err
+    assert not list(folder.glob("*.masks.safetensors"))

@@ -1,0 +1,86 @@
+import json
+
+import pytest
+
+from halve.cli import show
+
+
+def test_progress_goes_to_standard_error_and_the_items_come_through(capsys):
+    assert list(show.track([1, 2, 3], "images")) == [1, 2, 3]
+    assert list(show.track(iter([1, 2]), "batches")) == [1, 2]
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert "images" in shown.err
+    assert "3/3" in shown.err
+    assert "batches" in shown.err
+
+
+def test_an_error_inside_progress_passes_through(capsys):
+    inverses = (1 / item for item in show.track([1, 0], "images"))
+    assert next(inverses) == 1
+    with pytest.raises(ZeroDivisionError):
+        next(inverses)
+
+
+def test_the_rate_of_finished_work_is_not_zero(capsys):
+    list(show.track([1], "images"))
+    assert "0.0/s" not in capsys.readouterr().err
+
+
+def test_a_table_has_a_title_a_header_and_aligned_rows(capsys):
+    show.table("models", ("name", ">count"), [("a", "1"), ("bb", "1,000")])
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines == ["models", "name  count", "a         1", "bb    1,000"]
+
+
+def test_cells_and_lines_are_printed_as_they_are_and_not_as_markup(capsys):
+    show.table("[red]t[/red]", ("name",), [("[bold]x[/bold] :smile:",)])
+    show.say("[bold]y[/bold]")
+    out = capsys.readouterr().out
+    assert "[red]t[/red]" in out
+    assert "[bold]x[/bold] :smile:" in out
+    assert "[bold]y[/bold]" in out
+
+
+def test_a_log_gets_every_row_on_one_line(capsys):
+    row = ("layer." * 20, "why " * 30)
+    show.table("t", ("name", "reason"), [row])
+    assert len(capsys.readouterr().out.splitlines()) == 3
+
+
+def test_long_lines_are_not_broken_in_a_log(capsys):
+    show.say("word " * 100)
+    show.note("word " * 100)
+    show.fail("word " * 100)
+    shown = capsys.readouterr()
+    assert len(shown.out.splitlines()) == 1
+    assert len(shown.err.splitlines()) == 2
+
+
+def test_notes_and_errors_go_to_standard_error(capsys):
+    show.note("remark")
+    show.fail("reason")
+    shown = capsys.readouterr()
+    assert (shown.out, shown.err) == ("", "remark\nerror: reason\n")
+
+
+def test_json_is_printed_whole_and_nothing_that_is_no_json(capsys):
+    show.as_json({"a": [1, None, "ä"]})
+    assert json.loads(capsys.readouterr().out) == {"a": [1, None, "ä"]}
+    with pytest.raises(ValueError, match="JSON"):
+        show.as_json({"a": float("nan")})
+
+
+@pytest.mark.parametrize(
+    ("share", "digits", "text"), [(None, 2, "-"), (0.5, 1, "50.0 %"), (1.0, 2, "100.00 %"), (0, 2, "0.00 %")]
+)
+def test_shares_are_shown_as_percent(share, digits, text):
+    assert show.percent(share, digits) == text
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (1_000_000, "1.00 MB"), (2_500_000_000, "2.50 GB")],
+)
+def test_sizes_are_shown_for_a_person(count, text):
+    assert show.size(count) == text

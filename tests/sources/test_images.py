@@ -1,0 +1,268 @@
+import contextlib
+import gzip
+import io
+import os
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from halve.errors import DataError
+from halve.sources.images import Picture, Pictures, find_pictures
+from tests.pictures import class_folders, encoded, noise, tar_of
+
+
+def pixels(image):
+    return np.asarray(image)
+
+
+def opened(where, transform=pixels):
+    pictures, names = find_pictures(str(where))
+    return Pictures(pictures, names, transform)
+
+
+def truncated(path, size):
+    path.write_bytes(path.read_bytes()[:size])
+    return path
+
+
+def test_each_subfolder_is_a_class_in_the_order_of_their_names(tmp_path):
+    data = opened(class_folders(tmp_path / "d", ("dog", "cat", "Ape")))
+    assert data.class_names == ["Ape", "cat", "dog"]
+    assert [data[i][1] for i in range(len(data))] == [0, 0, 0, 1, 1, 1, 2, 2, 2]
+    assert np.array_equal(data[8][0], pixels(noise(2)))  # dog/2.png was the third that was drawn
+
+
+def test_pictures_deeper_inside_a_class_folder_belong_to_it(tmp_path):
+    root = class_folders(tmp_path / "d")
+    (root / "dog" / "puppies").mkdir()
+    (root / "dog" / "puppies" / "x.png").write_bytes(encoded(9))
+    pictures, names = find_pictures(str(root))
+    assert names == ["cat", "dog"]
+    assert sorted(p.label for p in pictures) == [0, 0, 0, 1, 1, 1, 1]
+
+
+def test_a_folder_without_subfolders_gives_pictures_without_labels(tmp_path):
+    for i in range(3):
+        (tmp_path / f"{i}.png").write_bytes(encoded(i))
+    data = opened(tmp_path)
+    assert len(data) == 3
+    assert data.class_names == []
+    assert np.array_equal(data[1], pixels(noise(1)))
+
+
+def test_files_that_are_no_pictures_are_passed_over(tmp_path):
+    root = class_folders(tmp_path / "d")
+    for name in ("README.md", "cat/notes.txt", "cat/.DS_Store", "dog/0.png.txt"):
+        (root / name).write_text("words")
+    assert len(opened(root)) == 6
+
+
+def test_a_folder_whose_name_ends_like_a_picture_is_no_picture(tmp_path):
+    root = class_folders(tmp_path / "d", ("cat", "dog.png"))
+    data = opened(root)
+    assert len(data) == 6
+    assert all(data[i][0].shape == (8, 8, 3) for i in range(len(data)))
+
+
+def test_class_folders_may_be_links(tmp_path):
+    there = class_folders(tmp_path / "all", ("cat", "cow", "dog"))
+    some = tmp_path / "some"
+    some.mkdir()
+    for name in ("cat", "dog"):
+        os.symlink(there / name, some / name)
+    data = opened(some)
+    assert (len(data), data.class_names) == (6, ["cat", "dog"])
+
+
+def test_stray_pictures_beside_class_folders_are_refused(tmp_path):
+    root = class_folders(tmp_path / "d")
+    (root / "stray.JPG").write_bytes(encoded(0, kind="JPEG"))
+    with pytest.raises(DataError, match=r"stray pictures such as stray\.JPG"):
+        find_pictures(str(root))
+
+
+def test_an_empty_class_folder_does_not_move_the_labels_of_the_others(tmp_path):
+    root = class_folders(tmp_path / "d", ("ant", "cat", "dog"))
+    for picture in (root / "ant").iterdir():
+        picture.unlink()
+    with contextlib.suppress(DataError):  # to refuse it is as good
+        pictures, names = find_pictures(str(root))
+        assert names == ["ant", "cat", "dog"]
+        assert {p.label for p in pictures} == {1, 2}
+
+
+def test_an_empty_folder_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"holds no pictures \(\.jpg"):
+        find_pictures(str(tmp_path))
+
+
+@pytest.mark.parametrize("where", ["nothing", "nothing.tar", "nothing-{00..01}.tar", "nothing-*.tar"])
+def test_what_does_not_exist_is_named(tmp_path, where):
+    with pytest.raises(DataError, match="no such folder or tar file"):
+        find_pictures(str(tmp_path / where))
+
+
+@pytest.mark.parametrize("mode", ["L", "1", "P", "RGBA", "LA", "CMYK"])
+def test_pictures_of_every_mode_become_rgb(tmp_path, mode):
+    noise(3, mode=mode).save(tmp_path / ("x.tif" if mode == "CMYK" else "x.png"))
+    result = opened(tmp_path)[0]
+    assert result.shape == (8, 8, 3)
+    assert np.array_equal(result, pixels(noise(3, mode=mode).convert("RGB")))
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), [("x.JPEG", "JPEG"), ("x.webp", "WEBP"), ("x.bmp", "BMP"), ("x.TIF", "TIFF")]
+)
+def test_endings_are_known_in_any_case(tmp_path, name, kind):
+    (tmp_path / name).write_bytes(encoded(kind=kind))
+    assert opened(tmp_path)[0].shape == (8, 8, 3)
+
+
+@pytest.mark.parametrize("content", [b"", b"no picture", encoded()[:-30], encoded(kind="JPEG")[:200]])
+def test_a_broken_picture_is_named(tmp_path, content):
+    (tmp_path / "cat").mkdir()
+    (tmp_path / "cat" / "broken.png").write_bytes(content)
+    with pytest.raises(DataError, match=r"cat/broken\.png is no readable picture"):
+        opened(tmp_path)[0]
+
+
+def test_a_picture_that_vanished_is_named(tmp_path):
+    data = opened(class_folders(tmp_path / "d"))
+    (tmp_path / "d" / "cat" / "0.png").unlink()
+    with pytest.raises(DataError, match=r"cat/0\.png"):
+        data[0]
+
+
+def test_a_huge_picture_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "bomb.png").write_bytes(encoded(size=(100, 100)))
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(DataError, match=r"bomb\.png"):
+        opened(tmp_path)[0]
+
+
+@pytest.mark.parametrize("failure", [TypeError, RuntimeError, AttributeError, ValueError, AssertionError])
+def test_a_preprocessing_that_fails_is_not_blamed_on_the_picture(tmp_path, failure):
+    (tmp_path / "x.png").write_bytes(encoded())
+
+    def transform(_):
+        raise failure("wants a tensor")
+
+    with pytest.raises(DataError, match="wants a tensor") as raised:
+        opened(tmp_path, transform)[0]
+    assert "no readable picture" not in str(raised.value)
+
+
+def test_class_folders_in_a_tar_are_classes_and_their_bytes_are_read_in_place(tmp_path):
+    names = ["n02/b.JPEG", "n01/a.JPEG", "n01/c.JPEG"]
+    members = {name: encoded(i, kind="JPEG") for i, name in enumerate(names)}
+    data = opened(tar_of(tmp_path / "x.tar", {"n01/readme.txt": b"words", **members}))
+    assert data.class_names == ["n01", "n02"]
+    assert [data[i][1] for i in range(3)] == [1, 0, 0]
+    for i in range(3):
+        assert np.array_equal(data[i][0], pixels(Image.open(io.BytesIO(members[names[i]]))))
+
+
+def test_a_leading_dot_in_a_tar_does_not_count(tmp_path):
+    members = {"./n01/a.png": encoded(0), "./n02/a.png": encoded(1)}
+    assert opened(tar_of(tmp_path / "x.tar", members)).class_names == ["n01", "n02"]
+
+
+def test_a_flat_tar_gives_pictures_without_labels(tmp_path):
+    data = opened(tar_of(tmp_path / "x.tar", {f"{i}.png": encoded(i) for i in range(2)}))
+    assert data.class_names == []
+    assert data[1].shape == (8, 8, 3)
+
+
+def test_stray_pictures_beside_class_folders_in_a_tar_are_refused(tmp_path):
+    path = tar_of(tmp_path / "x.tar", {"cat/0.png": encoded(0), "stray.png": encoded(1)})
+    with pytest.raises(DataError, match=r"stray\.png"):
+        find_pictures(str(path))
+
+
+def test_cls_members_are_labels(tmp_path):
+    members = {"0001.jpg": encoded(0, kind="JPEG"), "0001.cls": b"7", "0002.cls": b"3\n", "0002.png": encoded(1)}
+    data = opened(tar_of(tmp_path / "x.tar", members))
+    assert [data[i][1] for i in range(2)] == [7, 3]
+    assert data.class_names == []
+
+
+def test_a_picture_without_cls_among_others_with_it_is_named(tmp_path):
+    path = tar_of(tmp_path / "x.tar", {"1.png": encoded(0), "1.cls": b"7", "2.png": encoded(1)})
+    with pytest.raises(DataError, match=r"2\.png has no \.cls label"):
+        find_pictures(str(path))
+
+
+def test_a_cls_member_that_is_no_number_is_refused(tmp_path):
+    path = tar_of(tmp_path / "x.tar", {"1.png": encoded(0), "1.cls": b"cat"})
+    with pytest.raises(DataError, match=r"x\.tar"):
+        find_pictures(str(path))
+
+
+@pytest.fixture
+def shards(tmp_path):
+    for i in range(3):
+        tar_of(tmp_path / f"s-{i:03}.tar", {f"n{i}/a.png": encoded(i), "n0/b.png": encoded(10 + i)})
+    return tmp_path
+
+
+@pytest.mark.parametrize("where", ["s-{000..002}.tar", "s-*.tar", "s-00[0-2].tar", "", "s-{0..0}0{0..2}.tar"])
+def test_several_shards_are_one_data_set(shards, where):
+    data = opened(shards / where)
+    assert data.class_names == ["n0", "n1", "n2"]
+    assert [data[i][1] for i in range(6)] == [0, 0, 1, 0, 2, 0]
+    assert np.array_equal(data[5][0], pixels(noise(12)))
+
+
+def test_a_range_takes_its_shards_only(shards):
+    assert {p.path.name for p in find_pictures(str(shards / "s-{001..002}.tar"))[0]} == {"s-001.tar", "s-002.tar"}
+
+
+def test_a_shard_that_a_range_names_and_that_is_missing_is_an_error(shards):
+    (shards / "s-001.tar").unlink()
+    with pytest.raises(DataError, match=r"s-001\.tar"):
+        find_pictures(str(shards / "s-{000..002}.tar"))
+
+
+def test_a_compressed_tar_is_refused(tmp_path):
+    plain = tar_of(tmp_path / "x.tar", {"n01/a.png": encoded()})
+    packed = tmp_path / "y.tar.gz"
+    packed.write_bytes(gzip.compress(plain.read_bytes()))
+    with pytest.raises(DataError, match=r"uncompressed \.tar"):
+        find_pictures(str(packed))
+    packed.rename(tmp_path / "z.tar")
+    with pytest.raises(DataError, match=r"z\.tar is no readable"):
+        find_pictures(str(tmp_path / "z.tar"))
+
+
+def test_another_file_is_refused(tmp_path):
+    (tmp_path / "x.zip").write_bytes(b"PK")
+    with pytest.raises(DataError, match=r"folders and uncompressed \.tar"):
+        find_pictures(str(tmp_path / "x.zip"))
+
+
+@pytest.mark.parametrize("size", [0, 100, 700, 512 + 2 * 512 + 100])
+def test_a_truncated_tar_is_refused(tmp_path, size):
+    content = {f"n01/{i}.bmp": encoded(i, (16, 16), kind="BMP") for i in range(2)}
+    path = truncated(tar_of(tmp_path / "x.tar", content), size)
+    with pytest.raises(DataError, match=r"x\.tar"):
+        find_pictures(str(path))
+
+
+def test_a_tar_without_pictures_is_named(tmp_path):
+    with pytest.raises(DataError, match=r"x\.tar holds no pictures"):
+        find_pictures(str(tar_of(tmp_path / "x.tar", {"a.txt": b"words"})))
+
+
+def test_a_broken_picture_in_a_tar_is_named_with_its_member(tmp_path):
+    path = tar_of(tmp_path / "x.tar", {"n01/a.png": encoded(), "n01/b.png": b"no picture"})
+    data = opened(path)
+    assert data[0][1] == 0
+    with pytest.raises(DataError, match=r"x\.tar:n01/b\.png is no readable picture"):
+        data[1]
+
+
+def test_a_picture_reads_its_own_bytes_only(tmp_path):
+    (tmp_path / "x").write_bytes(b"0123456789")
+    assert Picture(tmp_path / "x", None).read() == b"0123456789"
+    assert Picture(tmp_path / "x", None, 2, 3).read() == b"234"
