@@ -2,10 +2,11 @@
 
     python benchmarks/bench_learn.py [--batch 256] [--size 224] [--steps 40] [--out FILE]
 
-All three distil outputs and block features from the dense network (whose pass is counted in all), in bf16, channels last
-where the layer allows it, with fused AdamW. `halve` is timed through `halve.learn` itself, sampling, looks at entropy and
-all; `unfold` is a convolution as matrix product over unfolded inputs with a mask sampled per layer, as the paper's published
-code has it. The systems are timed in turns. Writes benchmarks/results/learn_gpu.json; does nothing without a GPU.
+All three distil outputs and block features from the dense network (whose pass is counted in all), in bf16, with fused
+AdamW; `halve` and `dense` in channels last. `halve` is timed through `halve.learn` itself, sampling, looks at entropy
+and all. `unfold` is what the paper's published code does: unfold, matrix product, a bias that is zero where the layer
+has none, a concatenation over groups, and a mask with its entropy sampled in each layer. Systems are timed in turns.
+Writes benchmarks/results/learn_gpu.json; does nothing without a GPU.
 """
 
 import argparse
@@ -39,14 +40,19 @@ class UnfoldedConv(nn.Module):
         super().__init__()
         self.conv = conv
         self.register_buffer("patterns", Pattern("2:4").table().float().to(conv.weight.device))
+        self.bias = nn.Parameter(torch.zeros(conv.out_channels, device=conv.weight.device))
         self.logits = nn.Parameter(torch.randn(conv.weight.numel() // 4, 6, device=conv.weight.device))
 
     def forward(self, x: Tensor) -> Tensor:
         conv = self.conv
-        mask = (F.gumbel_softmax(self.logits, tau=1.0, hard=True) @ self.patterns).reshape(conv.weight.shape)
+        soft = (self.logits - torch.empty_like(self.logits).exponential_().log()).softmax(1)
+        self.entropy = -(soft * soft.log()).sum(1)
+        hard = torch.zeros_like(soft).scatter_(1, soft.argmax(1, keepdim=True), 1.0) - soft.detach() + soft
+        mask = (hard @ self.patterns).reshape(conv.weight.shape)
         columns = F.unfold(x, conv.kernel_size, conv.dilation, conv.padding, conv.stride)
+        product = (conv.weight * mask).flatten(1) @ columns + self.bias[:, None]
         height = (x.shape[2] + 2 * conv.padding[0] - conv.kernel_size[0]) // conv.stride[0] + 1
-        return ((conv.weight * mask).flatten(1) @ columns).unflatten(2, (height, -1))
+        return torch.cat([product.unflatten(2, (height, -1))], dim=1)
 
 
 def dense_step(teacher: nn.Module, images: Tensor, blocks: list[str]) -> Callable[[], None]:
@@ -58,7 +64,7 @@ def dense_step(teacher: nn.Module, images: Tensor, blocks: list[str]) -> Callabl
 
 
 def unfold_step(teacher: nn.Module, images: Tensor, blocks: list[str]) -> Callable[[], None]:
-    student = copy.deepcopy(teacher)
+    student = copy.deepcopy(teacher).to(memory_format=torch.contiguous_format)
     for name, module in list(student.named_modules()):
         if isinstance(module, nn.Conv2d) and module.in_channels % 4 == 0:
             student.set_submodule(name, UnfoldedConv(module))

@@ -11,6 +11,8 @@ from halve.errors import DataError, ModelError
 from halve.find.batches import Forward
 from halve.find.budget import Metric, keep_dense
 from halve.find.feed import Feed
+from halve.find.frozen import device_of
+from halve.find.frozen import frozen as frozen_copy
 from halve.find.learner import Learner
 from halve.find.loop import Loop, Report
 from halve.find.objective import find_blocks, named_blocks, objective_named
@@ -28,7 +30,6 @@ from halve.find.sampling import Sampler, glorot
 from halve.find.select import Choice, select
 from halve.find.settings import Settings, preset_options, split_options
 from halve.find.trial import Estimate
-from halve.masks.layers import clone, set_weight_, weight_of
 from halve.masks.mask import MaskSet
 
 Precision = Literal["auto", "float32", "bfloat16"]
@@ -84,9 +85,9 @@ def learn(
     chosen = select(model, **where)
     check_something_masked(chosen)
     weights = {choice.name: finite_weight(choice.name, model) for choice in chosen.masked}
-    ranks = Ranks(_device_of(model), trackers, None if log is None else Path(log).parent)
+    ranks = Ranks(device_of(model), trackers, None if log is None else Path(log).parent)
     feed = Feed(data, ranks.rank, ranks.count)
-    frozen = _frozen(model, chosen.masked).to(ranks.device)
+    frozen = frozen_copy(model, chosen.masked).to(ranks.device)
     sampler = _started(model, chosen.masked, weights, settings, data, forward).to(ranks.device)
     if settings.features is not None:
         blocks = named_blocks(frozen, settings.features)
@@ -126,17 +127,6 @@ def learn(
     if max_drop is not None:
         masks = keep_dense(model, masks, drop_data, max_drop, drop_metric, forward=forward)
     return masks
-
-
-def _frozen(model: nn.Module, choices: Sequence[Choice]) -> nn.Module:
-    """A copy that does not train: plain weights in the masked layers, eval mode, full precision."""
-    copy = clone(model)
-    for choice in choices:
-        set_weight_(copy.get_submodule(choice.name), weight_of(copy.get_submodule(choice.name)))
-    if _dtype_of(copy) in (torch.float16, torch.bfloat16):
-        copy.float()
-    copy.requires_grad_(False).eval()
-    return copy.to(memory_format=torch.channels_last) if _device_of(copy).type == "cuda" else copy
 
 
 def _started(
@@ -192,11 +182,3 @@ def _autocast(precision: Precision, device: torch.device) -> torch.dtype | None:
         raise ModelError(f"precision={precision!r}: there are 'auto' (bfloat16 on a GPU), 'float32' and 'bfloat16'")
     wanted = precision == "bfloat16" or (precision == "auto" and device.type == "cuda")
     return torch.bfloat16 if wanted else None
-
-
-def _dtype_of(model: nn.Module) -> torch.dtype:
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-
-
-def _device_of(model: nn.Module) -> torch.device:
-    return next((p.device for p in model.parameters()), torch.device("cpu"))

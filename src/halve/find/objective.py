@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any, Literal
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -42,11 +43,30 @@ def distill_outputs(views: Views) -> Tensor:
 
 def distill_features(views: Views) -> Tensor:
     """Mean over blocks of the relative squared error of their outputs."""
-    errors = [
-        (ours.float() - theirs.float()).square().mean() / theirs.float().square().mean().clamp(min=1e-12)
-        for ours, theirs in zip(views.features, views.dense_features, strict=True)
-    ]
-    return FEATURE_WEIGHT * sum(errors[1:], errors[0]) / len(errors)
+    pairs = zip(views.features, views.dense_features, strict=True)
+    errors: list[Tensor] = [_RelativeError.apply(ours, theirs) for ours, theirs in pairs]
+    return FEATURE_WEIGHT * torch.stack(errors).mean()
+
+
+class _RelativeError(torch.autograd.Function):
+    """||ours - theirs||^2 / ||theirs||^2, summed in fp32 without fp32 copies: features are the largest tensors of a step."""
+
+    @staticmethod
+    def forward(ctx: Any, ours: Tensor, theirs: Tensor) -> Tensor:
+        difference = ours - theirs
+        scale = _squares(theirs).clamp(min=1e-12)
+        ctx.save_for_backward(difference, scale)
+        return _squares(difference) / scale
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        difference, scale = ctx.saved_tensors
+        return difference * (2 * grads[0] / scale).to(difference.dtype), None
+
+
+def _squares(x: Tensor) -> Tensor:
+    norm: Tensor = torch.linalg.vector_norm(x, dtype=torch.promote_types(x.dtype, torch.float32))
+    return norm.square()
 
 
 def distill_both(views: Views) -> Tensor:

@@ -1,0 +1,65 @@
+"""The frozen model that learning runs: a private copy with plain weights, in eval mode, fast to differentiate."""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from halve.find.select import Choice
+from halve.masks.layers import clone, set_weight_, weight_of
+
+
+def frozen(model: nn.Module, choices: Sequence[Choice]) -> nn.Module:
+    """A copy that does not train: plain weights in the masked layers, eval mode, full precision."""
+    copy = clone(model)
+    for choice in choices:
+        layer = copy.get_submodule(choice.name)
+        set_weight_(layer, weight_of(layer))
+    if dtype_of(copy) in (torch.float16, torch.bfloat16):
+        copy.float()
+    copy.requires_grad_(False).eval()
+    for module in copy.modules():
+        if type(module).forward is _BatchNorm.forward and module.running_mean is not None:
+            module.forward = functools.partial(_normalise, module)
+    return copy.to(memory_format=torch.channels_last) if device_of(copy).type == "cuda" else copy
+
+
+def dtype_of(model: nn.Module) -> torch.dtype:
+    """The type of the model's floating-point parameters."""
+    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
+
+
+def device_of(model: nn.Module) -> torch.device:
+    """Where the model's parameters are."""
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
+def _normalise(norm: Any, x: Tensor) -> Tensor:
+    result: Tensor = _FrozenNorm.apply(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, norm.eps)
+    return result
+
+
+class _FrozenNorm(torch.autograd.Function):
+    """BatchNorm with fixed statistics.
+
+    PyTorch's own derivative of it took a third of a learning step. When nothing of the norm is trained, all that is left
+    of it is one factor per channel, which the forward kernel multiplies with fastest.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        scale = (var + eps).rsqrt()
+        ctx.save_for_backward(scale if weight is None else scale * weight)
+        return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (scale,) = ctx.saved_tensors
+        zero, half = torch.zeros_like(scale), torch.full_like(scale, 0.5)  # a deviation of sqrt(0.5 + 0.5) = 1
+        return F.batch_norm(grads[0], zero, half, scale, None, False, 0.0, 0.5), None, None, None, None, None
