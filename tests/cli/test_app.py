@@ -102,7 +102,6 @@ def test_wrong_usage_exits_with_2_and_says_what_is_wrong(halve, folder, argument
         ["prune", "zoo.py:net", "--out", "photos"],
         ["prune", "zoo.py:net", "--score", "wanda", "--data", "nothing"],
         ["prune", "zoo.py:net", "--score", "wanda", "--data", "photos", "--images", "0"],
-        ["prune", "zoo.py:net", "--score", "random", "--seed", str(2**70)],
         ["prune", "zoo.py:net", "--device", "nothing"],
         ["prune", "zoo.py:net", "--device", "cuda:99"],
         ["apply", "zoo.py:net", "--masks", "nothing", "--out", "x.safetensors"],
@@ -200,3 +199,7 @@ def test_a_reader_that_stops_early_gets_no_traceback(folder):
     _, err = process.communicate(timeout=60)
     assert "Traceback" not in err
     assert "Exception" not in err
+
+
+def test_a_seed_that_no_generator_takes_is_bad_usage(halve, folder):
+    assert "--seed" in halve("prune", "zoo.py:net", "--seed", str(2**70), code=2).err

@@ -5,7 +5,7 @@ from safetensors.torch import load_file
 
 from halve.sources.weights import save_state
 
-KEYS = {"images", "top1", "top5", "agreement", "kl", "dense_top1", "dense_top5"}
+KEYS = {"images", "outputs", "top1", "top5", "agreement", "kl", "dense_top1", "dense_top5"}
 
 
 def test_verify_passes_for_masks_and_the_weights_they_were_made_for(halve, net, masks):

@@ -22,6 +22,7 @@ class Evaluation:
     """Shares are from 0 to 1; None where there is nothing to count: no labels, no dense model, under 5 classes."""
 
     images: int
+    outputs: int  # classes that the model tells apart
     top1: float | None = None
     top5: float | None = None
     agreement: float | None = None  # share of images with the dense model's top-1 class
@@ -110,7 +111,7 @@ class _Count:
             if known and not (name.endswith("top5") and self.outputs < _TOP):
                 shares[name] = hits / total
         kl = max(0.0, self.kl / self.compared) if self.compared else None
-        return Evaluation(self.images, kl=kl, **shares)
+        return Evaluation(self.images, self.outputs, kl=kl, **shares)
 
 
 def _finite(output: Tensor, index: int, which: str) -> Tensor:

@@ -10,6 +10,7 @@ import halve
 from halve.check.evaluate import Evaluation
 from halve.cli import options as o
 from halve.cli import show
+from halve.errors import DataError, MaskError
 
 
 def verify(
@@ -28,10 +29,13 @@ def verify(
 
     Without --masks, check that the weights themselves are N:M sparse. Exit code 1 when a check fails.
 
+    \b
     halve verify zoo.py:net --weights net.safetensors --masks net.masks.safetensors
     """
     opened = o.open_model(model, weights, "cpu")
     if masks is not None:
+        if pattern or include or exclude or also or order != "channels" or remainder != "skip":
+            raise MaskError("--masks says which layers are checked, and how: leave out the options that choose layers")
         outcome = halve.verify(opened.model, halve.load(masks))
     else:
         outcome = halve.verify(opened.model, **o.selection(pattern, include, exclude, also, order, remainder))
@@ -85,6 +89,7 @@ def evaluate(
 ) -> None:
     """Measure accuracy, and agreement with the dense model when masks are given.
 
+    \b
     halve evaluate zoo.py:net --weights net.safetensors --masks net.masks.safetensors --data photos/
     """
     opened = o.open_model(model, weights, device, size, resize, mean, std)
@@ -97,6 +102,13 @@ def evaluate(
         progress=show.track,
         changed=changed,  # type: ignore[arg-type]
     )
+    if result.top1 is None and result.agreement is None:
+        raise DataError(f"{data} has no labels and no masks are given: there is nothing to measure")
+    if source.classes is None and 0 < len(source.class_names) < result.outputs:
+        show.note(
+            f"note: {data} has {len(source.class_names)} classes, the model {result.outputs} outputs; "
+            f"class i is taken for output i, --classes FILE says otherwise"
+        )
     if json:
         show.as_json(asdict(result))
         return

@@ -20,11 +20,12 @@ from halve.sources.weights import save_state
 
 def demo(
     out: Annotated[Path, typer.Option(help="Folder for the files.")] = Path("demo-out"),
-    seed: Annotated[int, typer.Option(help="Seed of the training.")] = 0,
+    seed: o.Seed = 0,
     json: o.Json = False,
 ) -> None:
     """Train a small ResNet on handwritten digits, mask half of its weights, compare, verify and write all files.
 
+    \b
     halve demo --out demo-out
     """
     from halve.sources.digits import train_digits

@@ -24,11 +24,15 @@ def select(
 ) -> None:
     """Show every layer of a model, masked or not, and why.
 
+    \b
     halve select torchvision:resnet50 --exclude 'layer1.*'
     """
     opened = o.open_model(model, weights, "cpu")
     chosen = halve.select(opened.model, **o.selection(pattern, include, exclude, also, order, remainder))
-    rows = [(c.name, c.type, "x".join(map(str, c.shape)), str(c.pattern or "dense"), c.reason) for c in chosen]
+    rows = [
+        (c.name, c.type, "x".join(map(str, c.shape)), str(c.pattern or "dense"), show.as_options(c.reason))
+        for c in chosen
+    ]
     if json:
         keys = ("layer", "type", "shape", "pattern", "reason")
         show.as_json(
@@ -63,7 +67,7 @@ def prune(
     remainder: o.Remainder = "skip",
     images: o.Images = 2048,
     batch: o.Batch = 64,
-    seed: Annotated[int, typer.Option(help="Which images, their order, and the random score.")] = 0,
+    seed: o.Seed = 0,
     size: o.Size = None,
     resize: o.Resize = None,
     mean: o.Mean = None,
@@ -74,10 +78,12 @@ def prune(
 ) -> None:
     """Choose masks at once, by a score, and write them to a file beside the checkpoint.
 
+    \b
     halve prune zoo.py:net --weights net.safetensors --score wanda --data photos/ --recalibrate
     """
     if data is None and (recalibrate or score in NEEDS_DATA):
         raise DataError(f"{'--recalibrate' if recalibrate else f'--score {score}'} needs images: pass --data")
+    path = o.writable(out or o.default_masks_path(model, weights))
     opened = o.open_model(model, weights, device, size, resize, mean, std)
     batches = None
     if data is not None:
@@ -91,7 +97,7 @@ def prune(
         progress=show.track,
         **o.selection(pattern, include, exclude, also, order, remainder),
     ).with_recipe(source=opened.source.spec, weights=opened.source.weights, data=data)
-    path = masks.save(out or o.default_masks_path(model, weights))
+    masks.save(path)
     if json:
         show.as_json({"file": str(path), "layers": len(masks), "weights": masks.weights, "density": masks.density})
         return

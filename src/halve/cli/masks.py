@@ -28,6 +28,7 @@ def apply(
 ) -> None:
     """Write a checkpoint with the masks put on: same names and shapes, zeros where nothing is kept.
 
+    \b
     halve apply zoo.py:net --weights net.safetensors --masks net.masks.safetensors --out sparse.safetensors
     """
     opened = o.open_model(model, weights, "cpu")
@@ -47,6 +48,7 @@ def inspect(
 ) -> None:
     """Show what a mask file or a packed checkpoint holds.
 
+    \b
     halve inspect net.masks.safetensors
     """
     kind, _, _ = storage.read(path, [file.FORMAT, packed.FORMAT])
@@ -90,6 +92,7 @@ def pack(
 ) -> None:
     """Write a packed checkpoint: kept values and their indices only, about 56 % of the dense size in fp16.
 
+    \b
     halve pack zoo.py:net --weights net.safetensors --masks net.masks.safetensors --out net.packed.safetensors
     """
     if dtype is not None and dtype not in DTYPES:
@@ -116,6 +119,7 @@ def unpack(
 ) -> None:
     """Turn a packed checkpoint into an ordinary one, zeros and all, without loss.
 
+    \b
     halve unpack net.packed.safetensors --out sparse.safetensors
     """
     state, masks = halve.unpack(path)

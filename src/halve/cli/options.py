@@ -9,7 +9,7 @@ import torch
 import typer
 
 from halve.cli.show import note
-from halve.errors import HalveError, SourceError
+from halve.errors import FileError, HalveError, SourceError
 from halve.find.select import SelectOptions
 from halve.masks.file import SUFFIX
 from halve.sources.data import IMAGENET_MEAN, IMAGENET_STD, Data, Preprocessing, load_data
@@ -37,6 +37,8 @@ Mean = Annotated[str | None, typer.Option(help="Mean of each channel, such as 0.
 Std = Annotated[str | None, typer.Option(help="Standard deviation of each channel (default: ImageNet's).")]
 Workers = Annotated[int | None, typer.Option(help="Processes that decode images (default: 0 on a CPU, 4 for a GPU).")]
 Changed = Annotated[str, typer.Option(help="On weights that the masks were not made for: warn, error or ignore.")]
+
+Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Decides which images, their order, and all chance.")]
 
 PatternOption = Annotated[
     list[str] | None,
@@ -107,9 +109,10 @@ def selection(
 ) -> SelectOptions:
     """The options of `halve.select` from those of the command line."""
     rules: dict[str, str | None] = {}
-    for rule in pattern or ["2:4"]:
+    for rule in pattern or []:
         glob, equals, value = rule.rpartition("=")
-        rules[glob if equals else "*"] = None if value == "dense" else value
+        rules.setdefault(glob if equals else "*", None if value == "dense" else value)
+    rules.setdefault("*", "2:4")
     return SelectOptions(
         pattern=rules,
         include=include or None,
@@ -123,8 +126,20 @@ def selection(
 def default_masks_path(model: str, weights: Path | None) -> Path:
     """NAME.masks.safetensors beside the checkpoint, or in this folder for a model by name."""
     if weights is not None:
-        return weights.with_name(weights.name.split(".")[0] + SUFFIX)
+        endings = (".packed.safetensors", ".safetensors", ".pth", ".pt", ".th", ".bin", ".ckpt")
+        ending = next((ending for ending in endings if weights.name.endswith(ending)), "")
+        return weights.with_name(weights.name.removesuffix(ending) + SUFFIX)
     return Path(model.rpartition(":")[2].partition("@")[0] + SUFFIX)
+
+
+def writable(path: Path) -> Path:
+    """The path, if a file can be written there: better to know before the work than after it."""
+    folder = path.parent
+    if not folder.is_dir() or not os.access(folder, os.W_OK) or path.is_dir():
+        raise FileError(
+            f"cannot write {path}: {folder} is no folder that can be written to, or {path.name} is a folder"
+        )
+    return path
 
 
 def _numbers(text: str | None, default: tuple[float, ...]) -> tuple[float, ...]:

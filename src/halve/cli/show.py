@@ -1,6 +1,7 @@
 """What a person sees: tables and JSON on standard output, progress and notes on standard error."""
 
 import json
+import re
 import sys
 from collections.abc import Iterable, Iterator, Sequence, Sized
 from typing import Any
@@ -15,7 +16,7 @@ _out, _err = Console(), Console(stderr=True)
 
 class _Rate(ProgressColumn):
     def render(self, task: Task) -> Text:
-        return Text(f"{task.finished_speed or task.speed or 0:.1f}/s", style="dim")
+        return Text(f"{task.completed / max(task.elapsed or 0, 1e-9):.1f}/s", style="dim")
 
 
 def track(items: Iterable[Any], what: str) -> Iterator[Any]:
@@ -34,9 +35,20 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
     for row in rows:
         grid.add_row(*(Text(cell) for cell in row))
     # A log or a pipe gets whole lines; only a terminal folds.
-    out = _out if _out.is_terminal else Console(width=200)
+    out = _out if _out.is_terminal else Console(width=1000)
     out.print(Text(title, style="bold"), soft_wrap=True)
     out.print(grid)
+
+
+def as_options(text: str) -> str:
+    """A message of the library in the words of the command line.
+
+    >>> as_options("classifier head (also='fc' masks it), or classes= maps labels")
+    'classifier head (--also fc masks it), or --classes maps labels'
+    """
+    names = "also|include|exclude|remainder|order|pattern|changed|classes|data|max_drop|drop_data|resume|checkpoint"
+    text = re.sub(rf"\b({names})='([^']*)'", lambda m: f"--{m[1].replace('_', '-')} {m[2]}", text)
+    return re.sub(rf"\b({names})=(True)?", lambda m: f"--{m[1].replace('_', '-')}", text)
 
 
 def say(text: str) -> None:
@@ -46,12 +58,12 @@ def say(text: str) -> None:
 
 def note(text: str) -> None:
     """A remark beside the result, on standard error."""
-    _err.print(Text(text), style="yellow", soft_wrap=True)
+    _err.print(Text(as_options(text)), style="yellow", soft_wrap=True)
 
 
 def fail(text: str) -> None:
     """Why it did not work, on standard error."""
-    _err.print(Text(f"error: {text}"), style="red", soft_wrap=True)
+    _err.print(Text(f"error: {as_options(text)}"), style="red", soft_wrap=True)
 
 
 def as_json(value: Any) -> None:
@@ -71,7 +83,7 @@ def size(count: int) -> str:
     >>> size(2_345_678)
     '2.35 MB'
     """
-    for unit, scale in (("MB", 1e6), ("kB", 1e3)):
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if count >= scale:
             return f"{count / scale:.2f} {unit}"
     return f"{count} B"

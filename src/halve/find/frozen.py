@@ -46,8 +46,8 @@ def _normalise(norm: Any, x: Tensor) -> Tensor:
 class _FrozenNorm(torch.autograd.Function):
     """BatchNorm with fixed statistics.
 
-    PyTorch's own derivative of it took a third of a learning step. When nothing of the norm is trained, all that is left
-    of it is one factor per channel, which the forward kernel multiplies with fastest.
+    PyTorch's own derivative of it took a third of a learning step. When nothing of the norm is trained, all that is
+    left of it is one factor per channel, which the forward kernel multiplies with fastest.
     """
 
     @staticmethod

@@ -70,7 +70,7 @@ def learn(
 
     `checkpoint` names a file that is written every `checkpoint_every` seconds; `resume=True` goes on from it, to the
     same bits on a CPU when the data comes in the same order. `log` is a JSONL file, `trackers` are Accelerate's;
-    `report` is called with an `Estimate` first and with a `Report` after each step. Under torchrun all ranks learn together.
+    `report` is called with an `Estimate` first, with a `Report` after each step. Under torchrun all ranks learn alike.
 
     >>> import halve
     >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()

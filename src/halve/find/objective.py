@@ -49,7 +49,7 @@ def distill_features(views: Views) -> Tensor:
 
 
 class _RelativeError(torch.autograd.Function):
-    """||ours - theirs||^2 / ||theirs||^2, summed in fp32 without fp32 copies: features are the largest tensors of a step."""
+    """||ours - theirs||^2 / ||theirs||^2, summed in fp32 without fp32 copies: features are a step's largest tensors."""
 
     @staticmethod
     def forward(ctx: Any, ours: Tensor, theirs: Tensor) -> Tensor:

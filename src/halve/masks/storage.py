@@ -100,6 +100,16 @@ def read(path: str | Path, formats: Iterable[str]) -> tuple[str, dict[str, Any],
     return metadata["format"], header, tensors
 
 
+def format_of(path: str | Path) -> str | None:
+    """The `format` in a safetensors file's metadata, '' where it names none; None where it is no safetensors file."""
+    path = Path(path)
+    content = read_bytes(path)
+    try:
+        return _metadata(path, content).get("format", "")
+    except FileError:
+        return None
+
+
 def read_bytes(path: Path) -> bytes:
     """The whole content of a regular file of a plausible size."""
     try:

@@ -1,6 +1,7 @@
 """Batches by name: an image folder, WebDataset tars, or the built-in digits; and how pictures become tensors."""
 
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,14 @@ class Preprocessing:
     mean: tuple[float, ...] = IMAGENET_MEAN
     std: tuple[float, ...] = IMAGENET_STD
 
+    def __post_init__(self) -> None:
+        if self.resize is not None and self.size is None:
+            raise DataError("--resize goes with --size: the square that is cut out of the resized picture")
+        if any(value is not None and value < 1 for value in (self.size, self.resize)):
+            raise DataError(f"--size {self.size}, --resize {self.resize}: both must be at least 1 pixel")
+        if len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0:
+            raise DataError(f"mean {self.mean}, std {self.std}: three numbers each, the deviations positive")
+
     def __call__(self, image: Image.Image) -> Tensor:
         if self.size is not None:
             image = TF.center_crop(TF.resize(image, self.resize or self.size), [self.size, self.size])
@@ -38,7 +47,7 @@ class Preprocessing:
 class Data:
     """Batches to iterate over, again and again; `classes[i]` is the classifier's output for label i, if known."""
 
-    loader: DataLoader[Any]
+    loader: "Batches"
     images: int
     class_names: tuple[str, ...] = ()
     classes: tuple[int, ...] | None = None
@@ -60,8 +69,10 @@ def load_data(
     `limit` takes that many at random (by `seed`), so that sorted classes mix; `classes_file` has one line per output of
     the classifier, with the name of its class folder.
     """
-    if batch_size < 1 or (limit is not None and limit < 1):
-        raise DataError(f"batch size {batch_size} and limit {limit}: both must be at least 1")
+    if batch_size < 1 or (limit is not None and limit < 1) or workers < 0:
+        raise DataError(f"batch size {batch_size}, limit {limit}, workers {workers}: at least 1, 1 and 0")
+    if not where:
+        raise DataError("no place to look for images was named: a folder, a .tar, or 'digits'")
     dataset: Dataset[Any]
     if where == "digits" or where.startswith("digits:"):
         from halve.sources.digits import digits
@@ -76,7 +87,7 @@ def load_data(
         dataset = Subset(dataset, torch.randperm(total, generator=generator)[:limit].sort().values.tolist())
         total = limit
     loader = DataLoader(
-        dataset,
+        _Guarded(dataset),
         batch_size,
         shuffle=shuffle,
         generator=generator,
@@ -85,13 +96,55 @@ def load_data(
         persistent_workers=workers > 0,
     )
     classes = None if classes_file is None else _classes(names, Path(classes_file), where)
-    return Data(loader, total, names, classes)
+    return Data(Batches(loader), total, names, classes)
+
+
+@dataclass(frozen=True)
+class _Broken:
+    """Why an item cannot be used. A value, since an exception in a worker process arrives as a traceback."""
+
+    reason: str
+
+
+class _Guarded(Dataset[Any]):
+    """A dataset that gives its errors as items."""
+
+    def __init__(self, dataset: Any) -> None:
+        self._dataset = dataset
+
+    def __len__(self) -> int:
+        return len(self._dataset)
+
+    def __getitem__(self, index: int) -> Any:
+        try:
+            return self._dataset[index]
+        except DataError as error:
+            return _Broken(str(error))
+
+
+class Batches:
+    """A DataLoader whose broken pictures raise a plain error here, not in a worker process."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self._loader = loader
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        for batch in self._loader:
+            if isinstance(batch, _Broken):
+                raise DataError(batch.reason)
+            yield batch
 
 
 def _collate(items: Sequence[Any]) -> Any:
+    broken = next((item for item in items if isinstance(item, _Broken)), None)
+    if broken is not None:
+        return broken
     shapes = {tuple((item[0] if isinstance(item, tuple) else item).shape) for item in items}
     if len(shapes) > 1:
-        raise DataError(
+        return _Broken(
             f"images of different sizes in one batch: {listed(sorted(shapes), 4)}; --size N crops them alike"
         )
     return default_collate(list(items))
@@ -105,6 +158,9 @@ def _classes(names: Sequence[str], file: Path, where: str) -> tuple[int, ...]:
     if not names:
         raise DataError(f"{where} has no class folders, so the class list {file} cannot be matched to it")
     index = {line.strip(): i for i, line in enumerate(lines)}
+    if len(index) != len(lines):
+        twice = [line for line, count in Counter(line.strip() for line in lines).items() if count > 1]
+        raise DataError(f"the class list {file} has a line twice: {listed(repr(line) for line in twice)}")
     if unknown := [name for name in names if name not in index]:
         raise DataError(f"{where} has classes that {file} does not list: {listed(unknown)}")
     return tuple(index[name] for name in names)

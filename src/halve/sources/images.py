@@ -3,9 +3,10 @@
 import glob
 import io
 import itertools
+import os
 import re
 import tarfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -50,9 +51,14 @@ class Pictures(Dataset[Any]):
         where = f"{picture.path}{':' + picture.name if picture.name else ''}"
         try:
             with Image.open(io.BytesIO(picture.read())) as image:
-                result = self.transform(image.convert("RGB"))
+                decoded = image.convert("RGB")
         except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             raise DataError(f"{where} is no readable picture: {error}") from error
+        try:
+            result = self.transform(decoded)
+        except Exception as error:  # of the model's or the user's own preprocessing
+            what = f"preprocessing failed on {where}, {decoded.size} pixels"
+            raise DataError(f"{what}: {type(error).__name__}: {error}") from error
         return result if picture.label is None else (result, picture.label)
 
 
@@ -70,7 +76,7 @@ def find_pictures(where: str) -> tuple[list[Picture], list[str]]:
 
 
 def _in_folder(folder: Path) -> tuple[list[Picture], list[str]]:
-    files = sorted(path for path in folder.rglob("*") if path.suffix.lower() in ENDINGS)
+    files = sorted(path for path in _walk(folder) if path.suffix.lower() in ENDINGS)
     if not files:
         raise DataError(f"{folder} holds no pictures ({', '.join(ENDINGS)})")
     if all(path.parent == folder for path in files):
@@ -79,9 +85,16 @@ def _in_folder(folder: Path) -> tuple[list[Picture], list[str]]:
         raise DataError(
             f"{folder} holds class folders and stray pictures such as {stray[0].name}: move one or the other"
         )
-    names = sorted({path.relative_to(folder).parts[0] for path in files})
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     label = {name: i for i, name in enumerate(names)}
     return [Picture(path, label[path.relative_to(folder).parts[0]]) for path in files], names
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """All files below, through links too; hidden ones are somebody else's."""
+    for root, folders, files in os.walk(folder, followlinks=True):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(root) / name for name in files if not name.startswith("."))
 
 
 def _in_tars(paths: Sequence[Path]) -> tuple[list[Picture], list[str]]:
@@ -91,14 +104,15 @@ def _in_tars(paths: Sequence[Path]) -> tuple[list[Picture], list[str]]:
         try:
             with tarfile.open(path, "r:") as tar:
                 for member in tar:
-                    if not member.isfile():
-                        continue
                     folder, _, base = member.name.rpartition("/")
+                    if not member.isfile() or base.startswith("."):
+                        continue
                     key = f"{path}/{folder}/{base.partition('.')[0]}"
                     if base.lower().endswith(ENDINGS):
                         found.append((Picture(path, None, member.offset_data, member.size, member.name), key))
                     elif base.endswith(".cls"):
                         labels[key] = int(tar.extractfile(member).read())  # type: ignore[union-attr]
+                _check_end(path, tar.offset)
         except (tarfile.TarError, ValueError, OSError) as error:
             raise DataError(f"{path} is no readable WebDataset tar: {error}") from error
     if not found:
@@ -107,12 +121,25 @@ def _in_tars(paths: Sequence[Path]) -> tuple[list[Picture], list[str]]:
         if unlabelled := [picture.name for picture, key in found if key not in labels]:
             raise DataError(f"{listed(paths)}: {listed(unlabelled, 3)} has no .cls label, others have")
         return [_labelled(picture, labels[key]) for picture, key in found], []
-    folders = [PurePosixPath(picture.name.removeprefix("./")).parent.as_posix() for picture, _ in found]
+    folders = [PurePosixPath(picture.name).parent.name for picture, _ in found]
     names = sorted(set(folders))
-    if names == ["."]:
+    if names == [""]:
         return [picture for picture, _ in found], []
+    if "" in names:
+        stray = found[folders.index("")][0].name
+        raise DataError(
+            f"{listed(paths)} holds class folders and stray pictures such as {stray}: move one or the other"
+        )
     label = {name: i for i, name in enumerate(names)}
     return [_labelled(picture, label[folder]) for (picture, _), folder in zip(found, folders, strict=True)], names
+
+
+def _check_end(path: Path, offset: int) -> None:
+    """A whole tar ends with a block of zeros; tarfile takes one that was cut off between two files as whole."""
+    with path.open("rb") as file:
+        file.seek(offset)
+        if file.read(512).strip(b"\0") or path.stat().st_size < offset + 512:
+            raise DataError(f"{path} was cut short: copy it again")
 
 
 def _labelled(picture: Picture, label: int) -> Picture:
@@ -127,4 +154,8 @@ def _expand(where: str) -> list[Path]:
         choices.append([str(i).zfill(len(low)) for i in range(int(low), int(high) + 1)])
         choices.append([text])
     names = ["".join(combination) for combination in itertools.product(*choices)]
+    if len(names) > 1 and (
+        missing := [name for name in names if not glob.has_magic(name) and not Path(name).is_file()]
+    ):
+        raise DataError(f"{where}: no such folder or tar file as {listed(missing)}")
     return [Path(match) for name in names for match in sorted(glob.glob(name))]

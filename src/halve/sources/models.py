@@ -1,10 +1,11 @@
 """Models by name: `torchvision:NAME[@weights]`, `timm:NAME[@pretrained]`, `path/file.py:callable`."""
 
+import contextlib
 import difflib
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -72,9 +73,9 @@ def _torchvision(spec: str, name: str, which: str | None, file: str | Path | Non
     accepted = inspect.signature(models.get_model_builder(name)).parameters
     if chosen is None and "weights_backbone" in accepted:
         options["weights_backbone"] = None  # otherwise torchvision downloads a backbone
-    if chosen is None and "init_weights" in accepted and name in ("googlenet", "inception_v3"):
+    if chosen is None and name in ("googlenet", "inception_v3"):
         options["init_weights"] = False  # their own initialisation takes a minute
-    model = _build(spec, lambda: models.get_model(name, **options))
+    model = _build(spec, lambda: models.get_model(name, **options), named=chosen is not None)
     preprocess = (chosen or enum.DEFAULT).transforms() if len(enum) else None
     return Source(model, preprocess, spec, chosen.name if chosen else "random")
 
@@ -89,7 +90,7 @@ def _timm(spec: str, name: str, which: str | None, file: str | Path | None) -> S
     if not timm.is_model(name):
         raise _unknown("timm model", name, timm.list_models())
     pretrained = which is not None and file is None
-    model = _build(spec, lambda: timm.create_model(name, pretrained=pretrained))
+    model = _build(spec, lambda: timm.create_model(name, pretrained=pretrained), named=pretrained)
     data: Any = timm.data
     preprocess = data.create_transform(**data.resolve_model_data_config(model), is_training=False)
     return Source(model, preprocess, spec, "pretrained" if pretrained else "random")
@@ -103,31 +104,39 @@ def _from_file(spec: str, path: Path, attribute: str) -> Source:
     assert loader.loader is not None
     module = importlib.util.module_from_spec(loader)
     sys.modules[loader.name] = module  # classes defined there can be pickled
-    sys.path.insert(0, str(path.resolve().parent))
-    try:
-        loader.loader.exec_module(module)
-    except Exception as error:  # it is the user's own code
-        raise SourceError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
-    finally:
-        sys.path.remove(str(path.resolve().parent))
-    builder = getattr(module, attribute, None)
-    if not callable(builder):
-        names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
-        raise _unknown(f"callable in {path}", attribute, names)
-    model = _build(spec, builder)
+    with _importing_from(path.resolve().parent):
+        try:
+            loader.loader.exec_module(module)
+        except (Exception, SystemExit) as error:  # it is the user's own code
+            raise SourceError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+        builder = getattr(module, attribute, None)
+        if not callable(builder):
+            names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+            raise _unknown(f"callable in {path}", attribute, names)
+        model = builder if isinstance(builder, nn.Module) else _build(spec, builder)
     if not isinstance(model, nn.Module):
         raise SourceError(f"{spec} gave a {type(model).__name__}, not a torch.nn.Module")
     preprocess = next((p for p in (getattr(x, "preprocess", None) for x in (model, module)) if callable(p)), None)
     return Source(model, preprocess, spec, "as built")
 
 
-def _build(spec: str, builder: Callable[[], Any]) -> Any:
+@contextlib.contextmanager
+def _importing_from(folder: Path) -> Iterator[None]:
+    """Modules beside the user's file can be imported while it is read and while it builds."""
+    sys.path.insert(0, str(folder))
+    try:
+        yield
+    finally:
+        with contextlib.suppress(ValueError):  # the file may have changed the path itself
+            sys.path.remove(str(folder))
+
+
+def _build(spec: str, builder: Callable[[], Any], named: bool = False) -> Any:
     try:
         return builder()
-    except Exception as error:  # libraries and user code raise what they like, a failed download among it
-        raise SourceError(
-            f"{spec} cannot be built: {type(error).__name__}: {error}; without a network, pass --weights FILE"
-        ) from error
+    except (Exception, SystemExit) as error:  # libraries and user code raise what they like, a failed download among it
+        hint = "; without a network, pass --weights FILE" if named else ""
+        raise SourceError(f"{spec} cannot be built: {type(error).__name__}: {error}{hint}") from error
 
 
 def _unknown(what: str, name: str, known: Iterable[str]) -> SourceError:

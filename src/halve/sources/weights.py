@@ -7,12 +7,11 @@ from typing import Any
 
 import safetensors.torch
 import torch
-from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from halve.errors import FileError, ModelError, listed
-from halve.masks import packed
-from halve.masks.storage import read_bytes, write_atomically
+from halve.masks import packed, storage
+from halve.masks.storage import write_atomically
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "model_state", "weights", "net")
 
@@ -20,23 +19,29 @@ _WRAPPERS = ("state_dict", "model_state_dict", "model", "model_state", "weights"
 def load_state(path: str | Path) -> dict[str, Tensor]:
     """The state dict in a .safetensors file (packed ones too) or a PyTorch file, without a 'module.' prefix."""
     path = Path(path)
-    if path.name.endswith(packed.SUFFIX):
+    kind = storage.format_of(path)
+    if kind == packed.FORMAT:
         return packed.unpack(path).state
-    content = read_bytes(path)
     try:
-        if path.suffix == ".safetensors":
-            state: Any = safetensors.torch.load(content)
+        if kind is not None or path.suffix == ".safetensors":
+            state: Any = safetensors.torch.load(storage.read_bytes(path))
         else:
             state = torch.load(path, map_location="cpu", weights_only=True)
-    except (SafetensorError, pickle.UnpicklingError, RuntimeError, ValueError, KeyError, EOFError) as error:
-        raise FileError(f"{path} is no readable checkpoint: {error}") from error
+    except pickle.UnpicklingError as error:
+        raise FileError(
+            f"{path} holds more than tensors, or is damaged, and loading it could run code; "
+            f"save model.state_dict() instead"
+        ) from error
+    except Exception as error:  # a damaged file makes torch raise whatever its bytes happen to mean
+        raise FileError(f"{path} is no readable checkpoint: {type(error).__name__}: {error}") from error
     for key in _WRAPPERS:
         if isinstance(state, Mapping) and isinstance(state.get(key), Mapping):
             state = state[key]
     if not isinstance(state, Mapping) or not state or not all(isinstance(v, Tensor) for v in state.values()):
         raise FileError(f"{path} holds no state dict: tensors by name, possibly under one of {listed(_WRAPPERS)}")
-    if all(str(name).startswith("module.") for name in state):
-        state = {str(name).removeprefix("module."): value for name, value in state.items()}
+    for prefix in ("module.", "_orig_mod."):  # left by DDP and by torch.compile
+        if all(str(name).startswith(prefix) for name in state):
+            state = {str(name).removeprefix(prefix): value for name, value in state.items()}
     return dict(state)
 
 
