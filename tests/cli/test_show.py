@@ -5,28 +5,6 @@ import pytest
 from halve.cli import show
 
 
-def test_progress_goes_to_standard_error_and_the_items_come_through(capsys):
-    assert list(show.track([1, 2, 3], "images")) == [1, 2, 3]
-    assert list(show.track(iter([1, 2]), "batches")) == [1, 2]
-    shown = capsys.readouterr()
-    assert shown.out == ""
-    assert "images" in shown.err
-    assert "3/3" in shown.err
-    assert "batches" in shown.err
-
-
-def test_an_error_inside_progress_passes_through(capsys):
-    inverses = (1 / item for item in show.track([1, 0], "images"))
-    assert next(inverses) == 1
-    with pytest.raises(ZeroDivisionError):
-        next(inverses)
-
-
-def test_the_rate_of_finished_work_is_not_zero(capsys):
-    list(show.track([1], "images"))
-    assert "0.0/s" not in capsys.readouterr().err
-
-
 def test_a_table_has_a_title_a_header_and_aligned_rows(capsys):
     show.table("models", ("name", ">count"), [("a", "1"), ("bb", "1,000")])
     lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from halve.cli import check, demo, find, masks
+from halve.cli import check, demo, find, learn, masks
 from halve.version import VERSION
 
 app = typer.Typer(
@@ -21,6 +21,7 @@ for command in (
     demo.demo,
     find.select,
     find.prune,
+    learn.learn,
     masks.apply,
     check.verify,
     check.evaluate,

@@ -1,15 +1,13 @@
 """halve verify, halve evaluate."""
 
 from dataclasses import asdict
-from pathlib import Path
-from typing import Annotated
 
 import typer
 
 import halve
 from halve.check.evaluate import Evaluation
 from halve.cli import options as o
-from halve.cli import show
+from halve.cli import progress, show
 from halve.errors import DataError, MaskError
 
 
@@ -70,12 +68,7 @@ def evaluate(
     data: o.DataPath,
     masks: o.OptionalMasks = None,
     weights: o.Weights = None,
-    classes: Annotated[
-        Path | None,
-        typer.Option(
-            help="Text file, line i names the class folder of output i: for data with only some of the classes."
-        ),
-    ] = None,
+    classes: o.Classes = None,
     images: o.Images = None,
     batch: o.Batch = 64,
     size: o.Size = None,
@@ -99,7 +92,7 @@ def evaluate(
         source.loader,
         halve.load(masks) if masks is not None else None,
         classes=source.classes,
-        progress=show.track,
+        progress=progress.track,
         changed=changed,  # type: ignore[arg-type]
     )
     if result.top1 is None and result.agreement is None:

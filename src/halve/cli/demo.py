@@ -10,12 +10,14 @@ import typer
 import halve
 from halve.check.evaluate import Evaluation
 from halve.cli import options as o
-from halve.cli import show
+from halve.cli import progress, show
 from halve.cli.check import row_of
 from halve.errors import FileError
 from halve.masks.mask import MaskSet
 from halve.sources.data import load_data
 from halve.sources.weights import save_state
+
+STEPS = 200
 
 
 def demo(
@@ -23,7 +25,7 @@ def demo(
     seed: o.Seed = 0,
     json: o.Json = False,
 ) -> None:
-    """Train a small ResNet on handwritten digits, mask half of its weights, compare, verify and write all files.
+    """Train a small ResNet on handwritten digits, learn which half of its weights to keep, compare and verify.
 
     \b
     halve demo --out demo-out
@@ -35,23 +37,25 @@ def demo(
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise FileError(f"cannot make the folder {out}: {error.strerror}") from error
-    model = train_digits(seed=seed, progress=show.track)
+    model = train_digits(seed=seed, progress=progress.track)
     test = load_data("digits:test", batch_size=250).loader
     calibration = load_data("digits:train", batch_size=128, shuffle=True, seed=seed).loader
 
-    random = halve.prune(model, "random", seed=seed)
     magnitude = halve.prune(model, "magnitude")
-    recalibrated = halve.recalibrate(model, magnitude, calibration)
+    with progress.Learning() as bar:
+        learned = halve.learn(model, calibration, steps=STEPS, seed=seed, report=bar)
     methods: dict[str, MaskSet] = {
-        "any two of four (random)": random,
+        "any two of four (random)": halve.prune(model, "random", seed=seed),
         "the two largest (magnitude)": magnitude,
-        "the same, BatchNorm recalibrated": recalibrated,
+        "the same, BatchNorm recalibrated": halve.recalibrate(model, magnitude, calibration),
+        "learned": learned,
+        "learned, BatchNorm recalibrated": halve.recalibrate(model, learned, calibration),
     }
     results = {name: halve.evaluate(model, test, masks) for name, masks in methods.items()}
 
     dense_file = save_state(model.state_dict(), out / "digits.safetensors")
-    mask_file = recalibrated.save(out / "digits.masks.safetensors")
-    packed_file = halve.pack(model, recalibrated, out / "digits.packed.safetensors")
+    mask_file = learned.save(out / "digits.masks.safetensors")
+    packed_file = halve.pack(model, learned, out / "digits.packed.safetensors")
     verified = halve.verify(model, halve.load(mask_file))
     files = {path.name: path.stat().st_size for path in (dense_file, mask_file, packed_file)}
     seconds = time.perf_counter() - started
@@ -59,7 +63,7 @@ def demo(
         shown = {name: asdict(result) for name, result in results.items()}
         show.as_json({"results": shown, "verified": verified.ok, "files": files, "seconds": seconds})
     else:
-        _tell(results, recalibrated, verified.ok, files, out, seconds)
+        _tell(results, learned, verified.ok, files, out, seconds)
     if not verified.ok:
         raise typer.Exit(1)
 

@@ -6,7 +6,7 @@ import typer
 
 import halve
 from halve.cli import options as o
-from halve.cli import show
+from halve.cli import progress, show
 from halve.errors import DataError
 from halve.find.scores import NEEDS_DATA, SCORES
 
@@ -94,7 +94,7 @@ def prune(
         batches,
         recalibrate=recalibrate,
         seed=seed,
-        progress=show.track,
+        progress=progress.track,
         **o.selection(pattern, include, exclude, also, order, remainder),
     ).with_recipe(source=opened.source.spec, weights=opened.source.weights, data=data)
     masks.save(path)

@@ -38,6 +38,10 @@ Std = Annotated[str | None, typer.Option(help="Standard deviation of each channe
 Workers = Annotated[int | None, typer.Option(help="Processes that decode images (default: 0 on a CPU, 4 for a GPU).")]
 Changed = Annotated[str, typer.Option(help="On weights that the masks were not made for: warn, error or ignore.")]
 
+Classes = Annotated[
+    Path | None,
+    typer.Option(help="Text file, line i names the class folder of output i: for data with only some of the classes."),
+]
 Seed = Annotated[int, typer.Option(min=0, max=2**63 - 1, help="Decides which images, their order, and all chance.")]
 
 PatternOption = Annotated[

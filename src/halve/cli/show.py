@@ -1,29 +1,16 @@
-"""What a person sees: tables and JSON on standard output, progress and notes on standard error."""
+"""What a person reads: tables and JSON on standard output, notes and errors on standard error."""
 
 import json
 import re
 import sys
-from collections.abc import Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-_out, _err = Console(), Console(stderr=True)
-
-
-class _Rate(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        return Text(f"{task.completed / max(task.elapsed or 0, 1e-9):.1f}/s", style="dim")
-
-
-def track(items: Iterable[Any], what: str) -> Iterator[Any]:
-    """The items, with a progress bar on standard error; a terminal sees it live, a log sees its end."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Rate(), TimeRemainingColumn())
-    with Progress(*columns, console=_err, transient=_err.is_terminal) as progress:
-        yield from progress.track(items, total=len(items) if isinstance(items, Sized) else None, description=what)
+OUT, ERR = Console(), Console(stderr=True)
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -35,7 +22,7 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
     for row in rows:
         grid.add_row(*(Text(cell) for cell in row))
     # A log or a pipe gets whole lines; only a terminal folds.
-    out = _out if _out.is_terminal else Console(width=1000)
+    out = OUT if OUT.is_terminal else Console(width=1000)
     out.print(Text(title, style="bold"), soft_wrap=True)
     out.print(grid)
 
@@ -53,17 +40,17 @@ def as_options(text: str) -> str:
 
 def say(text: str) -> None:
     """A line for the person, on standard output."""
-    _out.print(Text(text), soft_wrap=True)
+    OUT.print(Text(text), soft_wrap=True)
 
 
 def note(text: str) -> None:
     """A remark beside the result, on standard error."""
-    _err.print(Text(as_options(text)), style="yellow", soft_wrap=True)
+    ERR.print(Text(as_options(text)), style="yellow", soft_wrap=True)
 
 
 def fail(text: str) -> None:
     """Why it did not work, on standard error."""
-    _err.print(Text(f"error: {as_options(text)}"), style="red", soft_wrap=True)
+    ERR.print(Text(f"error: {as_options(text)}"), style="red", soft_wrap=True)
 
 
 def as_json(value: Any) -> None:

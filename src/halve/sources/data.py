@@ -63,11 +63,12 @@ def load_data(
     seed: int = 0,
     workers: int = 0,
     classes_file: str | Path | None = None,
+    relabel: bool = False,
 ) -> Data:
     """Open the images at `where`: a folder, a .tar, `shard-{000..003}.tar`, `digits`, `digits:train`, `digits:test`.
 
     `limit` takes that many at random (by `seed`), so that sorted classes mix; `classes_file` has one line per output of
-    the classifier, with the name of its class folder.
+    the classifier, with the name of its class folder; with `relabel` the batches carry those outputs as labels.
     """
     if batch_size < 1 or (limit is not None and limit < 1) or workers < 0:
         raise DataError(f"batch size {batch_size}, limit {limit}, workers {workers}: at least 1, 1 and 0")
@@ -96,7 +97,7 @@ def load_data(
         persistent_workers=workers > 0,
     )
     classes = None if classes_file is None else _classes(names, Path(classes_file), where)
-    return Data(Batches(loader), total, names, classes)
+    return Data(Batches(loader, classes if relabel else None), total, names, classes)
 
 
 @dataclass(frozen=True)
@@ -125,8 +126,8 @@ class _Guarded(Dataset[Any]):
 class Batches:
     """A DataLoader whose broken pictures raise a plain error here, not in a worker process."""
 
-    def __init__(self, loader: DataLoader[Any]) -> None:
-        self._loader = loader
+    def __init__(self, loader: DataLoader[Any], outputs: Sequence[int] | None = None) -> None:
+        self._loader, self._outputs = loader, None if outputs is None else torch.tensor(outputs)
 
     def __len__(self) -> int:
         return len(self._loader)
@@ -135,7 +136,7 @@ class Batches:
         for batch in self._loader:
             if isinstance(batch, _Broken):
                 raise DataError(batch.reason)
-            yield batch
+            yield batch if self._outputs is None else (batch[0], self._outputs[batch[1]])
 
 
 def _collate(items: Sequence[Any]) -> Any:

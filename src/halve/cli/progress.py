@@ -1,0 +1,88 @@
+"""What a person watches while something takes long; all of it on standard error."""
+
+from collections.abc import Iterable, Iterator, Sized
+from typing import Any
+
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    Task,
+    TaskID,
+    TextColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
+
+from halve.cli import show
+from halve.find.loop import Report
+from halve.find.trial import Estimate
+
+
+class _Rate(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(f"{task.completed / max(task.elapsed or 0, 1e-9):.1f}/s", style="dim")
+
+
+def track(items: Iterable[Any], what: str) -> Iterator[Any]:
+    """The items, with a progress bar on standard error; a terminal sees it live, a log sees its end."""
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Rate(), TimeRemainingColumn())
+    with Progress(*columns, console=show.ERR, transient=show.ERR.is_terminal) as progress:
+        yield from progress.track(items, total=len(items) if isinstance(items, Sized) else None, description=what)
+
+
+class Learning:
+    """What a person sees of a learning run: an estimate, then a bar on a terminal or a line now and then in a log."""
+
+    def __init__(self) -> None:
+        columns = (TextColumn("learning"), BarColumn(), MofNCompleteColumn(), _Standing())
+        self._bar = Progress(*columns, console=show.ERR, transient=True, disable=not show.ERR.is_terminal)
+        self._task: TaskID | None = None
+        self._told = float("-inf")
+
+    def __enter__(self) -> "Learning":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.stop()
+
+    def __call__(self, event: Estimate | Report) -> None:
+        if isinstance(event, Estimate):
+            whole = "" if event.seconds is None else f"about {duration(event.seconds)}, "
+            steps = "" if event.steps is None else f"{event.steps} steps, "
+            show.note(f"{steps}{whole}{event.seconds_per_step:.2f} s each, {show.size(event.peak_bytes)} of memory")
+            return
+        if self._task is None:
+            self._task = self._bar.add_task("learning", total=event.steps, report=event)
+        self._bar.update(self._task, completed=event.step, report=event)
+        if not show.ERR.is_terminal and (event.seconds - self._told >= 20 or event.step == event.steps):
+            self._told = event.seconds
+            of = "" if event.steps is None else f" of {event.steps}"
+            show.note(f"step {event.step}{of}: {standing(event)}")
+
+
+class _Standing(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(standing(task.fields["report"]))
+
+
+def standing(report: Report) -> str:
+    """How learning stands, in one line."""
+    return (
+        f"loss {report.loss:.4f}, entropy {report.entropy:.2f}, changed {report.changed:.1%}, "
+        f"{report.images_per_s:.0f} images/s, {duration(report.seconds_left or 0)} left"
+    )
+
+
+def duration(seconds: float) -> str:
+    """A time for a person.
+
+    >>> duration(8), duration(75), duration(4000)
+    ('8 s', '1 min 15 s', '1 h 6 min')
+    """
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"

@@ -1,0 +1,110 @@
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import halve as library
+
+FAST = ("--steps", "4", "--batch", "8")
+
+
+@pytest.fixture
+def learned(halve, net):
+    halve("learn", *net, "--data", "photos", *FAST)
+    return library.load("net.masks.safetensors")
+
+
+def test_masks_are_learned_beside_the_checkpoint_and_verify(halve, net, learned, folder):
+    assert learned.recipe["method"] == "learn"
+    assert learned.recipe["steps_done"] == 4
+    assert learned.recipe["data"] == "photos"
+    assert halve("verify", *net, "--masks", "net.masks.safetensors").code == 0
+    assert not list(folder.glob("*.learning.safetensors"))
+
+
+def test_a_person_sees_an_estimate_progress_and_the_result(halve, net):
+    result = halve("learn", *net, "--data", "photos", *FAST)
+    assert "4 steps, about" in result.err
+    assert "step 4 of 4: loss" in result.err
+    assert "images/s" in result.err
+    assert "net.masks.safetensors: " in result.out
+    assert "50.0 % kept" in result.out
+
+
+def test_json_stands_alone_on_standard_output(halve, net):
+    result = halve("learn", *net, "--data", "photos", *FAST, "--log", "run.jsonl", "--json")
+    assert result.json["steps_done"] == 4
+    assert result.json["ended"] == "finished"
+    lines = [json.loads(line) for line in Path("run.jsonl").read_text().splitlines()]
+    assert lines[-1]["step"] == 4
+    assert {"loss", "entropy", "changed", "images_per_s"} <= lines[-1].keys()
+
+
+def test_learning_goes_on_from_a_mask_file(halve, net, learned):
+    more = (
+        "--data",
+        "photos",
+        *FAST,
+        "--start",
+        "net.masks.safetensors",
+        "--lr",
+        "1e-6",
+        "--out",
+        "more.masks.safetensors",
+    )
+    halve("learn", *net, *more)
+    assert library.load("more.masks.safetensors").difference(learned) == 0
+
+
+def test_the_papers_recipe_masks_flat_convolutions_only(halve, net):
+    halve("learn", *net, "--data", "photos", *FAST, "--preset", "paper")
+    masks = library.load("net.masks.safetensors")
+    assert {mask.layout.order for mask in masks.values()} == {"flat"}
+    assert "stem" in masks
+    assert "head" not in masks
+    assert masks.recipe["objective"] == "task"
+
+
+def test_a_budget_for_accuracy_is_kept_and_told(halve, net):
+    options = ("--data", "photos", *FAST, "--max-drop", "1.0", "--drop-data", "photos", "--json")
+    assert halve("learn", *net, *options).json["drop"] <= 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--steps", "2", "--minutes", "1"), "give one budget"),
+        (("--steps", "0"), "steps must be positive"),
+        (("--objective", "please"), "objective='please'"),
+        (("--start", "nothing"), "unknown score 'nothing'"),
+        (("--max-drop", "0.1"), "--drop-data"),
+        (("--resume",), "no such file"),
+        (("--preset", "papers"), "unknown preset"),
+        (("--features", "nothing.*"), "matches no module"),
+    ],
+)
+def test_bad_options_are_errors_that_say_what_to_do(halve, net, options, says):
+    result = halve("learn", *net, "--data", "photos", *options, code=2)
+    assert says in result.err
+    assert not Path("net.masks.safetensors").exists()
+
+
+def test_ctrl_c_keeps_what_was_learned_and_resume_goes_on(halve, net, folder):
+    command = [sys.executable, "-m", "halve", "learn", *net, "--data", "photos", "--batch", "8", "--steps", "100000"]
+    process = subprocess.Popen([*command, "--log", "run.jsonl"], cwd=folder, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 60
+    while not (folder / "run.jsonl").exists() or not (folder / "run.jsonl").read_text():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    process.send_signal(signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "--resume goes on from net.learning.safetensors" in err
+    masks = library.load(folder / "net.masks.safetensors")
+    assert masks.recipe["ended"] == "interrupted"
+    assert masks.recipe["steps_done"] > 0
+    assert (folder / "net.learning.safetensors").exists()
