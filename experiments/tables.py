@@ -35,7 +35,33 @@ def one_shot() -> str:
     return "\n".join(lines)
 
 
-TABLES = {"one_shot": (ROOT / "README.md", one_shot)}
+def learn() -> str:
+    """What masks learned with the defaults are worth."""
+    lines = ["| | dense | magnitude | learned | agreement | steps, time, hardware |", "|---|---|---|---|---|---|"]
+    for record in json.loads((ROOT / "experiments/results/learn.json").read_text()):
+        shares = [
+            f"{100 * record[key]:.2f}" for key in ("dense_top1", "magnitude_top1", "learned_top1", "learned_agreement")
+        ]
+        how = f"{record['steps']} of batch {record['batch']}, {record['seconds'] / 60:.1f} min, {record['hardware']}"
+        lines.append(f"| {NAMES[record['network']]}, {record['data']}, top-1 % | {' | '.join(shares)} | {how} |")
+    return "\n".join(lines)
+
+
+def learn_gpu() -> str:
+    """One learning step on a GPU against its peers."""
+    record = json.loads((ROOT / "benchmarks/results/learn_gpu.json").read_text())
+    ms = record["median_ms"]
+    return (
+        f"{ms['halve']:.0f} ms, of which sampling is {100 * record['sampling_share']:.0f} %; the same step with dense "
+        f"trainable weights\ntakes {ms['dense']:.0f} ms, "
+        f"and through unfold and matrix product, as the paper's code has it, {ms['unfold']:.0f} ms\n(`benchmarks/bench_learn.py`, torch {record['versions']['torch']}, {record['date']})."
+    )
+
+
+TABLES = {
+    name: (ROOT / "README.md", table)
+    for name, table in [("one_shot", one_shot), ("learn", learn), ("learn_gpu", learn_gpu)]
+}
 
 
 def written(name: str) -> tuple[Path, str, str]:

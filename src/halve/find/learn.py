@@ -30,6 +30,7 @@ from halve.find.sampling import Sampler, glorot
 from halve.find.select import Choice, select
 from halve.find.settings import Settings, preset_options, split_options
 from halve.find.trial import Estimate
+from halve.masks.fingerprint import digest
 from halve.masks.mask import MaskSet
 
 Precision = Literal["auto", "float32", "bfloat16"]
@@ -108,7 +109,7 @@ def learn(
     identity = {
         "settings": settings.described(),
         "layers": {c.name: [str(c.pattern), *_layout_of(c)] for c in chosen.masked},
-        "weights": {name: float(weight.double().abs().sum()) for name, weight in weights.items()},
+        "weights": {name: digest(weight) for name, weight in weights.items()},
         "ranks": ranks.count,
     }
 

@@ -17,6 +17,7 @@ from halve.errors import DataError, FileError, LearningError, LearningWarning
 from halve.find.batches import images_of
 from halve.find.checkpoint import Checkpoint, optimizer_state, restore_
 from halve.find.feed import Feed
+from halve.find.interrupt import deferred_interrupt
 from halve.find.learner import Learner
 from halve.find.ranks import Ranks
 from halve.find.settings import DEFAULT_STEPS, Settings
@@ -83,9 +84,9 @@ class Loop:
         ended = "interrupted"
         self.began = self.saved = time.perf_counter()
         self.first_step, self.first_images = self.step, 0
-        with self._log_file() as file:
+        with self._log_file() as file, deferred_interrupt() as interrupted:
             try:
-                ended = self._loop(wrapped, file)
+                ended = self._loop(wrapped, file, interrupted)
             except KeyboardInterrupt:
                 self._save()
                 warnings.warn(
@@ -94,7 +95,7 @@ class Loop:
         self.ranks.stop_trackers()
         return self._masks(ended)
 
-    def _loop(self, wrapped: Any, file: IO[str] | None) -> str:
+    def _loop(self, wrapped: Any, file: IO[str] | None, interrupted: Callable[[], bool]) -> str:
         bad = torch.zeros((), dtype=torch.bool, device=self.logits.device)
         estimated = False
         while self._fraction() < 1:
@@ -123,6 +124,8 @@ class Loop:
                 self._report(float(loss), lr, temperature, look, file)
             if self.path is not None and time.perf_counter() - self.saved >= self.every:
                 self._save()
+            if interrupted():
+                raise KeyboardInterrupt
         return "finished"
 
     def _gradient(self, wrapped: Any, batches: list[Any], temperature: float) -> Tensor:
