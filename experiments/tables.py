@@ -51,11 +51,13 @@ def learn_gpu() -> str:
     """One learning step on a GPU against its peers."""
     record = json.loads((ROOT / "benchmarks/results/learn_gpu.json").read_text())
     ms = record["median_ms"]
-    return (
+    lines = [
         f"{ms['halve']:.0f} ms, of which sampling is {100 * record['sampling_share']:.0f} %; the same step with dense "
-        f"trainable weights\ntakes {ms['dense']:.0f} ms, "
-        f"and through unfold and matrix product, as the paper's code has it, {ms['unfold']:.0f} ms\n(`benchmarks/bench_learn.py`, torch {record['versions']['torch']}, {record['date']})."
-    )
+        f"trainable weights takes",
+        f"{ms['dense']:.0f} ms, and through unfold and matrix product as in the paper's code {ms['unfold']:.0f} ms",
+        f"(`benchmarks/bench_learn.py`, torch {record['versions']['torch']}, {record['date']}).",
+    ]
+    return "\n".join(lines)
 
 
 TABLES = {
