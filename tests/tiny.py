@@ -1,0 +1,45 @@
+"""Small networks and data for the tests of learning: a step takes a millisecond or two."""
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def convnet(seed: int = 0) -> nn.Sequential:
+    """Two masked convolutions ("0", "3"), a masked Linear ("8") and a head; BatchNorm with statistics of its own."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = nn.Sequential(
+            nn.Conv2d(4, 8, 3, padding=1, bias=False),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.Conv2d(8, 8, 3, padding=1),
+            nn.BatchNorm2d(8),
+            nn.ReLU(),
+            nn.AdaptiveAvgPool2d(2),
+            nn.Flatten(),
+            nn.Linear(32, 16),
+            nn.ReLU(),
+            nn.Linear(16, 5),
+        )
+        for norm in (model[1], model[4]):
+            nn.init.uniform_(norm.running_mean, -0.2, 0.2)
+            nn.init.uniform_(norm.running_var, 0.1, 0.5)
+            nn.init.uniform_(norm.weight, 0.5, 1.5)
+    return model.eval()
+
+
+def images(count: int = 24, seed: int = 1) -> Tensor:
+    """8x8 images of four channels."""
+    return torch.randn(count, 4, 8, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def labels(count: int = 24, classes: int = 5) -> Tensor:
+    """Labels for them."""
+    return torch.arange(count) % classes
+
+
+def loader(count: int = 24, batch: int = 6, seed: int = 0) -> DataLoader[tuple[Tensor, Tensor]]:
+    """Shuffled batches with labels, in an order that depends on the seed alone when it is made anew."""
+    data = TensorDataset(images(count), labels(count))
+    return DataLoader(data, batch, shuffle=True, generator=torch.Generator().manual_seed(seed))
