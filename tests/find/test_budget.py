@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import halve
-from halve.errors import DataError, ModelError
+from halve.errors import DataError, LearningError, ModelError
 from halve.find.budget import keep_dense
 from tests.random_masks import random
 from tests.tiny import convnet, images, labels
@@ -117,8 +117,9 @@ def test_learn_takes_the_budget_and_its_data_together_or_not_at_all():
     for half in ({"max_drop": 0.1}, {"drop_data": images()}):
         with pytest.raises(DataError, match="go together"):
             halve.learn(convnet(), images(), steps=1, **half)
-    with pytest.raises(DataError, match="top1"):
+    with pytest.raises(LearningError, match="top1") as raised:
         halve.learn(convnet(), images(), steps=1, max_drop=0.1, drop_data=images(), drop_metric="top1")
+    assert halve.verify(convnet(), raised.value.masks).ok
     halve.learn(convnet(), images(), steps=1, max_drop=1.0, drop_data=[(images(), labels())], drop_metric="top1")
 
 

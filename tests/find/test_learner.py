@@ -86,9 +86,9 @@ def test_the_first_layer_with_a_bad_output_is_blamed():
     learner = a_learner(convnet())
     with torch.no_grad():
         learner.model[4].running_mean[0] = float("nan")
-    assert learner.blame(images(), 0, 1.0) == "first in layer 4"
+    assert learner.blame(images(), 0, 1.0) == "4"
     assert not any(m._forward_hooks for m in learner.model.modules())
-    assert a_learner(convnet()).blame(images(), 0, 1.0) == "in the objective itself"
+    assert a_learner(convnet()).blame(images(), 0, 1.0) is None
 
 
 def test_a_call_reaches_submodules_that_the_users_forward_runs_itself():

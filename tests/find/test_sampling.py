@@ -117,7 +117,7 @@ def test_the_gradient_of_a_sampled_model_is_that_of_the_straight_through_formula
     (ours,) = torch.autograd.grad(sum((sampled[n] * pulls[n]).sum() for n in pulls), sampler.logits)
     generator = torch.Generator().manual_seed(5 + 4 * _STEP + 2 * _RANK)
     loss = torch.zeros(())
-    for c, logits in zip(choices, sampler.split(sampler.logits), strict=True):
+    for c, logits in zip(choices, sampler.legal_logits(), strict=True):
         noise = -torch.empty_like(logits).exponential_(generator=generator).log()
         soft = ((logits + noise) / 0.7).softmax(1)
         one_hot = nn.functional.one_hot(soft.argmax(1), soft.shape[1])
@@ -182,7 +182,7 @@ def test_a_virtual_column_never_takes_a_real_weights_place():
     for seed in range(3):
         assert (sampler.sample(temperature=5.0, seed=seed, step=0)["layer0"] != 0).sum(1).eq(2).all()
         assert not table[sampler.masks("sample", seed)["layer0"].codes.long(), ..., 3].any()
-    logits = sampler.split(sampler.logits)[0]
+    logits = sampler.legal_logits()[0]
     assert torch.equal(logits[0] <= FORBIDDEN / 2, table[:, 3])
     loss = sampler.sample(temperature=5.0, seed=0, step=0)["layer0"].square().sum()
     (grad,) = torch.autograd.grad(loss, sampler.logits)

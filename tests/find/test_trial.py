@@ -59,7 +59,7 @@ def test_the_trial_changes_nothing():
 @pytest.mark.parametrize(("size", "most", "fits", "accumulate"), [(12, 4, 3, 4), (9, 4, 4, 3), (24, 1, 1, 24)])
 def test_a_batch_that_does_not_fit_is_an_error_with_one_that_does(size, most, fits, accumulate):
     model = Narrow(most)
-    message = f"a batch of {size} does not fit .*, one of {fits} does: use accumulate={accumulate}"
+    message = f"a batch of {size} does not fit .*, one of {fits} does: use it with accumulate={accumulate}"
     with untouched(model), pytest.raises(ModelError, match=message):
         halve.learn(model, [images(size)], steps=3)
 
@@ -84,12 +84,20 @@ def test_a_smaller_batch_is_found_for_every_kind_of_batch(batch, options):
         halve.learn(Narrow(4), [batch], steps=3, **options)
 
 
-def test_a_batch_that_only_the_users_forward_knows_gets_advice_without_a_number():
+def test_a_smaller_batch_is_found_where_only_the_users_forward_knows_what_is_in_it():
     def forward(model, batch):
         return model(torch.stack(batch["pictures"]))
 
-    with pytest.raises(ModelError, match=r"does not fit .*smaller batches and accumulate="):
+    with pytest.raises(ModelError, match=r"a batch of 12 does not fit .*, one of 3 does"):
         halve.learn(Narrow(4), [{"pictures": list(images(12))}], steps=3, forward=forward)
+
+
+def test_a_batch_that_cannot_be_cut_gets_advice_without_a_number():
+    class Batch:
+        pictures = images(12)
+
+    with pytest.raises(ModelError, match=r"does not fit .*smaller batches, and accumulate="):
+        halve.learn(Narrow(4), [Batch()], steps=3, forward=lambda model, batch: model(batch.pictures))
 
 
 @pytest.mark.parametrize(

@@ -35,10 +35,7 @@ def keep_dense(
     >>> masks.recipe["drop"] <= 0.25
     True
     """
-    if metric not in ("agreement", "top1"):
-        raise ModelError(f"metric {metric!r}: there are 'agreement' and 'top1'")
-    if not 0 <= max_drop <= 1:
-        raise ModelError(f"max_drop={max_drop}: it is a share, from 0 to 1")
+    check_budget(max_drop, metric)
     trial = _Trial(model, masks, data, metric, forward)
     everything = trial.drop(list(masks))
     costs: dict[str, float] = {}
@@ -66,6 +63,14 @@ def keep_dense(
         drop=drop,
         left_dense={name: costs[name] for name in dense},
     )
+
+
+def check_budget(max_drop: float, metric: str) -> None:
+    """Raise for a budget that makes no sense."""
+    if metric not in ("agreement", "top1"):
+        raise ModelError(f"drop_metric={metric!r}: there are 'agreement' and 'top1'")
+    if not 0 <= max_drop <= 1:
+        raise ModelError(f"max_drop={max_drop}: it is a share, from 0 to 1")
 
 
 class _Trial:

@@ -40,8 +40,9 @@ class Checkpoint:
         theirs = header.get("identity")
         if not isinstance(theirs, dict):
             raise FileError(f"{path} is damaged: it does not say which run it belongs to")
-        if different := sorted(key for key in identity.keys() | theirs.keys() if identity.get(key) != theirs.get(key)):
-            shown = [f"{key} ({_brief(theirs.get(key))} there, {_brief(identity.get(key))} here)" for key in different]
+        there, here = _flat(theirs), _flat(identity)
+        if different := [key for key in here | there if here.get(key) != there.get(key)]:
+            shown = [f"{key} ({_brief(there.get(key))} there, {_brief(here.get(key))} here)" for key in different]
             raise MaskError(
                 f"{path} is a checkpoint of another run: {listed(shown, 4)} differ; "
                 f"resume with the same settings, or start anew with another checkpoint file"
@@ -72,6 +73,14 @@ def restore_(optimizer: torch.optim.Optimizer, logits: Tensor, checkpoint: Check
             "exp_avg": checkpoint.exp_avg.to(logits),
             "exp_avg_sq": checkpoint.exp_avg_sq.to(logits),
         }
+
+
+def _flat(identity: Mapping[str, Any]) -> dict[str, Any]:
+    """One level deep, so that a message can name the setting or the layer."""
+    flat: dict[str, Any] = {}
+    for key, value in identity.items():
+        flat |= {f"{key}.{inner}": part for inner, part in value.items()} if isinstance(value, dict) else {key: value}
+    return flat
 
 
 def _brief(value: Any) -> str:

@@ -31,6 +31,7 @@ class Feed:
         self._data, self._rank, self._ranks = data, rank, ranks
         self.again = self._batches is not data  # whether a second pass gives batches again
         self.epoch = self.taken = 0
+        self._gave = False  # whether this pass over the data gave anything
 
     @property
     def length(self) -> int | None:
@@ -54,11 +55,11 @@ class Feed:
             self.next()
 
     def _one(self) -> Any:
-        try:
-            return next(self._batches)
-        except StopIteration:
-            if not self.again or (self.taken == 0 and self.epoch > 0):
-                raise
+        for batch in self._batches:
+            self._gave = True
+            return batch
+        if not self.again or not self._gave:
+            raise StopIteration
         self.epoch += 1
-        self._batches = iter(self._data)
-        return next(self._batches)
+        self._batches, self._gave = iter(self._data), False
+        return self._one()

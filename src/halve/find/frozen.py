@@ -19,13 +19,20 @@ def frozen(model: nn.Module, choices: Sequence[Choice]) -> nn.Module:
     for choice in choices:
         layer = copy.get_submodule(choice.name)
         set_weight_(layer, weight_of(layer))
-    if dtype_of(copy) in (torch.float16, torch.bfloat16):
-        copy.float()
+    if dtype_of(copy) != torch.float32:
+        copy.float()  # as the sampled weights are
     copy.requires_grad_(False).eval()
     for module in copy.modules():
         if type(module).forward is _BatchNorm.forward and module.running_mean is not None:
             module.forward = functools.partial(_normalise, module)
-    return copy.to(memory_format=torch.channels_last) if device_of(copy).type == "cuda" else copy
+    return copy
+
+
+def channels_last_(copy: nn.Module) -> None:
+    """Lay out what 2d convolutions multiply with as GPUs like it."""
+    for parameter in copy.parameters():
+        if parameter.dim() == 4:
+            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
 
 
 def dtype_of(model: nn.Module) -> torch.dtype:

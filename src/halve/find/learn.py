@@ -7,11 +7,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from halve.errors import DataError, ModelError
+from halve.errors import DataError, HalveError, LearningError, ModelError
 from halve.find.batches import Forward
-from halve.find.budget import Metric, keep_dense
+from halve.find.budget import Metric, check_budget, keep_dense
 from halve.find.feed import Feed
-from halve.find.frozen import device_of
+from halve.find.frozen import channels_last_, device_of
 from halve.find.frozen import frozen as frozen_copy
 from halve.find.learner import Learner
 from halve.find.loop import Loop, Report
@@ -83,12 +83,16 @@ def learn(
     settings = Settings.of(how)
     if (max_drop is None) != (drop_data is None):
         raise DataError("max_drop= and drop_data= go together: the drop is measured on data of its own")
+    if max_drop is not None:
+        check_budget(max_drop, drop_metric)
     chosen = select(model, **where)
     check_something_masked(chosen)
     weights = {choice.name: finite_weight(choice.name, model) for choice in chosen.masked}
     ranks = Ranks(device_of(model), trackers, None if log is None else Path(log).parent)
     feed = Feed(data, ranks.rank, ranks.count)
     frozen = frozen_copy(model, chosen.masked).to(ranks.device)
+    if ranks.device.type == "cuda":
+        channels_last_(frozen)
     sampler = _started(model, chosen.masked, weights, settings, data, forward).to(ranks.device)
     if settings.features is not None:
         blocks = named_blocks(frozen, settings.features)
@@ -124,10 +128,14 @@ def learn(
         )
 
     loop = Loop(learner, feed, settings, ranks, identity, masks_now, report, log, checkpoint, checkpoint_every)
-    masks = loop.run(resume)
-    if max_drop is not None:
-        masks = keep_dense(model, masks, drop_data, max_drop, drop_metric, forward=forward)
-    return masks
+    with torch.enable_grad():
+        masks = loop.run(resume)
+    if max_drop is None:
+        return masks
+    try:
+        return keep_dense(model, masks, drop_data, max_drop, drop_metric, forward=forward)
+    except HalveError as error:
+        raise LearningError(f"{error}; the masks as they were learned are in the error's .masks", masks) from error
 
 
 def _started(

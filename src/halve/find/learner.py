@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
+from halve.errors import LearningError, ModelError, listed
 from halve.find.batches import Forward, run
 from halve.find.objective import Objective, Views, watching
 from halve.find.sampling import Sampler
@@ -61,10 +62,18 @@ class Learner(nn.Module):
             )
             with watching(self.model, self.blocks) as features:
                 output = self._call.with_weights(weights, batch)
-        return self.objective(Views(output, features, dense_output, dense_features, batch))
+        if self.blocks and not features:
+            raise ModelError(
+                f"none of the modules whose features are compared ran: {listed(self.blocks)}; "
+                f"name others with features=, or compare outputs alone with match='outputs'"
+            )
+        loss = self.objective(Views(output, features, dense_output, dense_features, batch))
+        if torch.is_grad_enabled() and not loss.requires_grad:
+            raise LearningError("the objective does not depend on the masked weights: no gradient reaches the logits")
+        return loss
 
-    def blame(self, batch: Any, step: int, temperature: float) -> str:
-        """The first layer whose output is not finite, for a message."""
+    def blame(self, batch: Any, step: int, temperature: float) -> str | None:
+        """The first layer whose output is not finite on this batch, if there is one."""
         names: list[str] = []
 
         def hook(name: str) -> Any:
@@ -81,7 +90,7 @@ class Learner(nn.Module):
         finally:
             for handle in handles:
                 handle.remove()
-        return f"first in layer {names[0]}" if names else "in the objective itself"
+        return names[0] if names else None
 
 
 class Call(nn.Module):

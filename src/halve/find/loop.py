@@ -71,7 +71,8 @@ class Loop:
             fused=self.logits.is_cuda,
         )
         self.start_codes = learner.sampler.codes()
-        self.step, self.before, self.images = 0, 0.0, 0
+        self.step, self.batches, self.before, self.images = 0, 0, 0.0, 0
+        self.recent: list[tuple[Any, int, float]] = []  # what was learned from since the last look
         self.changed, self.entropy = 0.0, learner.sampler.entropy()
         self.steps = self._planned_steps()
 
@@ -79,20 +80,19 @@ class Loop:
         """Learn until the budget is spent, the data runs dry or somebody presses Ctrl-C."""
         if resume:
             self._resume()
-        self.ranks.start_trackers(self.settings.described())
         wrapped = self.ranks.wrap(self.learner)
         ended = "interrupted"
         self.began = self.saved = time.perf_counter()
         self.first_step, self.first_images = self.step, 0
-        with self._log_file() as file, deferred_interrupt() as interrupted:
-            try:
+        self.ranks.start_trackers(self.settings.described())
+        try:
+            with self._log_file() as file, deferred_interrupt() as interrupted:
                 ended = self._loop(wrapped, file, interrupted)
-            except KeyboardInterrupt:
-                self._save()
-                warnings.warn(
-                    f"interrupted after {self.step} steps; {self._how_to_go_on()}", LearningWarning, stacklevel=3
-                )
-        self.ranks.stop_trackers()
+        except KeyboardInterrupt:
+            self._save()
+            warnings.warn(f"interrupted after {self.step} steps; {self._how_to_go_on()}", LearningWarning, stacklevel=3)
+        finally:
+            self.ranks.stop_trackers()
         return self._masks(ended)
 
     def _loop(self, wrapped: Any, file: IO[str] | None, interrupted: Callable[[], bool]) -> str:
@@ -101,26 +101,32 @@ class Loop:
         while self._fraction() < 1:
             fraction = self._fraction()
             temperature = self.settings.temperature_at(fraction)
-            lr = self.settings.lr_at(fraction, self.feed.epoch)
             try:
                 batches = [self.feed.next() for _ in range(self.settings.accumulate)]
             except StopIteration:
                 return self._dry()
+            lr = self.settings.lr_at(fraction, self.feed.epoch)
             if not estimated:
                 self._estimate(batches[0], temperature)
                 estimated = True
-                self.began = self.saved = time.perf_counter()
+                self.began = time.perf_counter()
+                self._save(first=True)
             loss = self._gradient(wrapped, batches, temperature)
-            bad |= ~(loss.isfinite() & self._guarded_gradient_())
+            self.recent += [(batch, self.step, temperature) for batch in batches]
+            bad |= ~self._guarded_gradient_()
+            if self.ranks.count == 1:  # the gradient is the same on all ranks, the loss is not, and all must stop alike
+                bad |= ~loss.isfinite()
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
             self.optimizer.step()
             self.step += 1
+            self.batches = self.feed.taken
             self.images += sum(_images_in(batch) for batch in batches)
             look = self.step % _LOOK_EVERY == 0 or self._fraction() >= 1
             if look or not self.logits.is_cuda:
                 if bool(bad):
-                    self._give_up(batches[-1], temperature)
+                    self._give_up()
+                self.recent.clear()
                 self._report(float(loss), lr, temperature, look, file)
             if self.path is not None and time.perf_counter() - self.saved >= self.every:
                 self._save()
@@ -136,10 +142,6 @@ class Loop:
             quiet = wrapped.no_sync() if isinstance(wrapped, DistributedDataParallel) and not last else nullcontext()
             with quiet:
                 loss = wrapped(batch, self.step, temperature, micro) / len(batches)
-                if not loss.requires_grad:
-                    raise LearningError(
-                        "the objective does not depend on the masked weights: no gradient reaches the logits"
-                    )
                 loss.backward()
             total += loss.detach()
         return total
@@ -212,22 +214,33 @@ class Loop:
                 file.write(json.dumps(values) + "\n")
                 file.flush()
 
-    def _save(self) -> None:
+    def _save(self, first: bool = False) -> None:
+        """Write the checkpoint; a disk that fails later on does not end the run, one that fails at first does."""
         self.saved = time.perf_counter()
         if self.path is None or not self.ranks.first:
             return
         averages = optimizer_state(self.optimizer, self.logits)
-        state = Checkpoint(self.identity, self.step, self.feed.taken, self._seconds(), self.logits.detach(), *averages)
-        state.save(self.path)
+        state = Checkpoint(self.identity, self.step, self.batches, self._seconds(), self.logits.detach(), *averages)
+        try:
+            state.save(self.path)
+        except FileError as error:
+            if first:
+                raise
+            warnings.warn(f"{error}; learning goes on", LearningWarning, stacklevel=4)
 
     def _resume(self) -> None:
         if self.path is None:
             raise FileError("resume=True needs checkpoint=, the file to go on from")
         state = Checkpoint.load(self.path, self.identity, self.logits)
         restore_(self.optimizer, self.logits, state)
-        self.step, self.before = state.step, state.seconds
+        self.step, self.batches, self.before = state.step, state.batches, state.seconds
         if self.feed.again:
-            self.feed.skip(state.batches)
+            try:
+                self.feed.skip(state.batches)
+            except StopIteration:
+                raise DataError(
+                    f"the data gives no batches any more, {self.path} was learned from {state.batches}"
+                ) from None
         else:
             warnings.warn(
                 "the data is an iterator, so its order is lost: learning goes on with whatever comes next, "
@@ -247,10 +260,13 @@ class Loop:
         self._save()
         return "ran dry"
 
-    def _give_up(self, batch: Any, temperature: float) -> None:
+    def _give_up(self) -> None:
         self._save()
+        found = (self.learner.blame(batch, step, temperature) for batch, step, temperature in self.recent)
+        layer = next((name for name in found if name is not None), None)
         raise LearningError(
-            f"the loss is NaN or infinite by step {self.step}, {self.learner.blame(batch, self.step, temperature)}; "
+            f"the loss is NaN or infinite by step {self.step}, "
+            f"{'in the objective itself' if layer is None else f'first in layer {layer}'}; "
             f"check the images, lower lr= or leave the layer out. What was learned is in the error's .masks; "
             f"{self._how_to_go_on()}",
             self._masks("not finite"),

@@ -20,7 +20,7 @@ class Ranks:
             from accelerate import Accelerator
 
             # bf16 is cast by the learner itself, the same with and without Accelerate
-            log_with = list(trackers) or None
+            log_with = [trackers] if isinstance(trackers, str) else list(trackers) or None
             self._accelerator = Accelerator(
                 cpu=device.type == "cpu", mixed_precision="no", log_with=log_with, project_dir=project
             )

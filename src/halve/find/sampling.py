@@ -14,7 +14,7 @@ from halve.masks.mask import Mask
 from halve.masks.pattern import Pattern
 
 Final = Literal["argmax", "sample"]
-FORBIDDEN = -1e4  # the logit of a code that would keep a virtual column in a real weight's place
+FORBIDDEN = -1e4  # beside the logits, not among them: weight decay must not bring it back
 _STEP, _RANK = 1_000_003, 7_919  # spread the seeds of steps and ranks
 
 
@@ -55,7 +55,8 @@ class Sampler(nn.Module):
             score = torch.cat([layout.to_blocks(scores[name].float()).flatten(0, 1) for name, layout in layers])
             self.register_buffer(f"weights{index}", blocks, persistent=False)
             self.register_buffer(f"table{index}", segment.pattern.table().float().to(blocks.device), persistent=False)
-            parts.append((alpha * relative(score) @ self._table(index).T - self._forbidden(index)).flatten())
+            self.register_buffer(f"forbidden{index}", self._forbidden(index), persistent=False)
+            parts.append((alpha * relative(score) @ self._table(index).T).flatten())
         self.logits = nn.Parameter(torch.cat(parts))
 
     def sample(
@@ -64,7 +65,7 @@ class Sampler(nn.Module):
         """Masked weights by layer name: one Gumbel-Softmax sample, differentiable by the logits."""
         generator = torch.Generator(self.logits.device).manual_seed(seed + _STEP * (step + 1) + _RANK * rank)
         result: dict[str, Tensor] = {}
-        for index, (segment, logits) in enumerate(zip(self.segments, self.split(self.logits), strict=True)):
+        for index, (segment, logits) in enumerate(zip(self.segments, self.legal_logits(), strict=True)):
             noise = torch.empty_like(logits).exponential_(generator=generator).log_().neg_()
             if hard:
                 kept: Tensor = _HardSample.apply(logits, noise, self._table(index), temperature)
@@ -78,7 +79,7 @@ class Sampler(nn.Module):
         """The final masks: the likeliest code of each block, or one last sample."""
         result = {}
         generator = torch.Generator(self.logits.device).manual_seed(seed)
-        for segment, logits in zip(self.segments, self.split(self.logits), strict=True):
+        for segment, logits in zip(self.segments, self.legal_logits(), strict=True):
             if final == "sample":
                 logits = logits - torch.empty_like(logits).exponential_(generator=generator).log_()
             codes = logits.argmax(1)
@@ -89,18 +90,24 @@ class Sampler(nn.Module):
     @torch.no_grad()
     def codes(self) -> Tensor:
         """The likeliest code of every block."""
-        return torch.cat([logits.argmax(1) for logits in self.split(self.logits)])
+        return torch.cat([logits.argmax(1) for logits in self.legal_logits()])
 
     @torch.no_grad()
     def entropy(self) -> float:
         """Mean entropy of the choices over its maximum: 1 is undecided, 0 is decided."""
         total, blocks = 0.0, 0
-        for segment, logits in zip(self.segments, self.split(self.logits), strict=True):
+        for segment, logits in zip(self.segments, self.legal_logits(), strict=True):
             if segment.pattern.count > 1:
                 shares = logits.log_softmax(1)
                 total += float(-(shares.exp() * shares).sum()) / math.log(segment.pattern.count)
             blocks += len(logits)
         return total / max(blocks, 1)
+
+    def legal_logits(self) -> list[Tensor]:
+        """The logits of each segment; codes that waste a place on a virtual column are far below all others."""
+        offsets = [self.get_buffer(f"forbidden{index}") for index in range(len(self.segments))]
+        parts = zip(self.split(self.logits), offsets, strict=True)
+        return [logits + offset if offset.numel() else logits for logits, offset in parts]
 
     def split(self, flat: Tensor) -> list[Tensor]:
         """A flat tensor like the logits -> one (blocks, codes) view per segment."""
@@ -115,16 +122,16 @@ class Sampler(nn.Module):
             for name, layout, part in zip(segment.names, segment.layouts, parts, strict=True)
         }
 
-    def _forbidden(self, index: int) -> Tensor | float:
-        segment = self.segments[index]
+    def _forbidden(self, index: int) -> Tensor:
+        """What is added to the logits, (blocks, codes); empty where nothing is padded."""
+        segment, table = self.segments[index], self._table(index)
         if not any(layout.virtual for layout in segment.layouts):
-            return 0.0
-        table = self._table(index)
+            return table.new_empty(0)
         rows = []
         for layout in segment.layouts:
             real = layout.real().to(table)
             wanted = real.sum(1, keepdim=True).clamp(max=segment.pattern.kept)
-            rows.append((real @ table.T < wanted).to(table).mul(-FORBIDDEN).repeat(layout.rows, 1))
+            rows.append((real @ table.T < wanted).to(table).mul(FORBIDDEN).repeat(layout.rows, 1))
         return torch.cat(rows)
 
     def _weights(self, index: int) -> Tensor:

@@ -1,6 +1,7 @@
 """The settings of a learning run: defaults, presets, schedules. What is here, and the data, decide the outcome."""
 
 import dataclasses
+import hashlib
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,6 +9,7 @@ from typing import Any, Literal, cast
 
 from halve.errors import ModelError, listed
 from halve.find.objective import Match, Objective
+from halve.find.prune import ScoreFunction
 from halve.find.sampling import Final
 from halve.find.select import SelectOptions
 from halve.masks.mask import MaskSet
@@ -22,7 +24,7 @@ class Settings:
     objective: str | Objective = "distill"
     match: Match = "both"
     features: tuple[str, ...] | None = None
-    start: str | MaskSet = "magnitude"
+    start: str | ScoreFunction | MaskSet = "magnitude"
     alpha: float = 8.0
     temperature: float | tuple[float, float] = 1.0
     hard: bool = True
@@ -44,8 +46,10 @@ class Settings:
         positive = [*budgets, "accumulate", "lr"]
         if bad := [name for name in positive if not getattr(self, name) > 0]:
             raise ModelError(f"{listed(bad)} must be positive")
-        if min(self.temperatures) <= 0:
-            raise ModelError(f"temperature {self.temperature} must be positive")
+        if len(self.temperatures) != 2 or min(self.temperatures) <= 0:
+            raise ModelError(
+                f"temperature {self.temperature}: a positive number, or one for the start and one for the end"
+            )
         choices = {"schedule": ("cosine", "constant", "paper"), "final": ("argmax", "sample")}
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
@@ -90,7 +94,10 @@ class Settings:
         if callable(self.objective):
             result["objective"] = getattr(self.objective, "__name__", "function")
         if isinstance(self.start, MaskSet):
-            result["start"] = "masks"
+            codes = b"".join(mask.stored_codes.numpy().tobytes() for mask in self.start.values())
+            result["start"] = f"masks {hashlib.sha256(codes).hexdigest()[:16]}"
+        elif callable(self.start):
+            result["start"] = getattr(self.start, "__name__", "function")
         return {key: list(value) if isinstance(value, tuple) else value for key, value in result.items()}
 
 
