@@ -1,6 +1,6 @@
 """What flows into the layers: the summed squares of the inputs that each weight is multiplied with."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
 
@@ -11,6 +11,8 @@ from halve.errors import DataError
 from halve.find.batches import Forward, Progress, images_of, iterate, run
 from halve.find.select import Choice
 from halve.masks.layers import clone, kind_of, set_weight_, weight_of
+
+Measure = Callable[..., Tensor]  # of (layer, *its inputs); what it gives is summed over all batches
 
 
 def input_squares(
@@ -23,29 +25,43 @@ def input_squares(
     """For each layer that runs, the sum over images and output positions of x^2 for each weight, in the weight's shape;
     and how many images were seen.
     """
+    return summed(model, choices, data, column_squares, forward, progress)
+
+
+def summed(
+    model: nn.Module,
+    choices: Sequence[Choice],
+    data: Any,
+    measure: Measure,
+    forward: Forward | None = None,
+    progress: Progress | None = None,
+) -> tuple[dict[str, Tensor], int]:
+    """What `measure` says of each layer that runs, summed over the data; and how many images were seen."""
     copy = clone(model).eval()
     if next((p.dtype for p in copy.parameters()), None) in (torch.float16, torch.bfloat16):
         copy.float()  # sums of squares leave the range of half precision
-    squares: dict[str, Tensor] = {}
+    totals: dict[str, Tensor] = {}
     images = 0
-    with _watching(copy, choices, squares), torch.no_grad():
+    with _watching(copy, choices, measure, totals), torch.no_grad():
         for batch in iterate(data, progress, "activations"):
             output = run(copy, batch, forward)
             images += len(images_of(batch)) if forward is None else len(output)
-    for name, value in squares.items():
+    for name, value in totals.items():
         if not bool(value.isfinite().all()):
             raise DataError(f"layer {name} gets NaN or infinite inputs: check the images and their normalisation")
-    return squares, images
+    return totals, images
 
 
 @contextmanager
-def _watching(copy: nn.Module, choices: Sequence[Choice], squares: dict[str, Tensor]) -> Iterator[None]:
+def _watching(
+    copy: nn.Module, choices: Sequence[Choice], measure: Measure, totals: dict[str, Tensor]
+) -> Iterator[None]:
     def watch(name: str, module: nn.Module) -> Any:
         set_weight_(module, weight_of(module))  # plain, so that a gradient can be taken with respect to it
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            seen = column_squares(module, *args, **kwargs)
-            squares[name] = squares[name] + seen if name in squares else seen
+            seen = measure(module, *args, **kwargs)
+            totals[name] = totals[name] + seen if name in totals else seen
 
         return module.register_forward_pre_hook(hook, with_kwargs=True)
 

@@ -27,6 +27,7 @@ from halve.find.prune import (
 )
 from halve.find.ranks import Ranks
 from halve.find.sampling import Sampler, glorot
+from halve.find.scores import WHOLE_MASKS
 from halve.find.select import Choice, select
 from halve.find.settings import Settings, preset_options, split_options
 from halve.find.trial import Estimate
@@ -158,9 +159,8 @@ def _started(
         return sampler
     check_score(start, data)
     found, _ = score_layers(model, choices, weights, start, data, seed=settings.seed, forward=forward)
-    return Sampler(
-        choices, weights, {name: score.to(weights[name].device) for name, score in found.items()}, settings.alpha
-    )
+    sharpness = settings.alpha / 4 if isinstance(start, str) and start in WHOLE_MASKS else settings.alpha
+    return Sampler(choices, weights, {name: score.to(weights[name].device) for name, score in found.items()}, sharpness)
 
 
 def _scores_of(masks: MaskSet, choices: Sequence[Choice], weights: dict[str, Tensor]) -> dict[str, Tensor]:

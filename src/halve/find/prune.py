@@ -11,6 +11,7 @@ from halve.find import scores
 from halve.find.activations import input_squares
 from halve.find.batches import Forward, Progress
 from halve.find.recalibrate import recalibrate as recalibrate_masks
+from halve.find.reconstruct import reconstruct
 from halve.find.select import Choice, Selection, SelectOptions, select
 from halve.masks.fingerprint import Fingerprint
 from halve.masks.layers import weight_of
@@ -97,7 +98,9 @@ def score_layers(
     """Scores of the weights' shapes by layer name, and how many images they were measured on."""
     squares: dict[str, Tensor] = {}
     images = 0
-    if isinstance(score, str) and score in scores.NEEDS_DATA:
+    if score == "reconstruct":
+        return reconstruct(model, choices, weights, data, seed=seed, forward=forward, progress=progress)
+    if score == "wanda":
         squares, images = input_squares(model, choices, data, forward, progress)
     generator = torch.Generator().manual_seed(seed)
     found = {}

@@ -6,9 +6,11 @@ from torch import Tensor
 SCORES = {
     "magnitude": "the weight's absolute value, what NVIDIA's Apex ASP does",
     "wanda": "the weight's absolute value times the norm of its inputs; needs data",
+    "reconstruct": "whatever changes the layer's outputs least, blocks weighed against each other; needs data",
     "random": "no information at all: what the other scores must beat",
 }
-NEEDS_DATA = {"wanda"}
+NEEDS_DATA = {"wanda", "reconstruct"}
+WHOLE_MASKS = {"reconstruct"}  # give 1 for kept and 0 for the rest, not a grade for each weight
 
 
 def magnitude(weight: Tensor) -> Tensor:

@@ -117,14 +117,19 @@ def clone(model: nn.Module) -> nn.Module:
     return result
 
 
+def runs_as_is(module: nn.Module) -> bool:
+    """Whether the layer runs as its PyTorch class does, and not by a forward of its own."""
+    plain = next(base for base in type(module).__mro__ if base.__module__.startswith("torch.nn.modules"))
+    return all(getattr(type(module), f, None) is getattr(plain, f, None) for f in ("forward", "_conv_forward"))
+
+
 def zeros_stay_zero(module: nn.Module) -> bool:
     """Whether the layer multiplies with its weight as it is. Only subclasses with a forward of their own are asked.
 
     Weight standardisation, for one, makes zeros into something else: then an input channel whose weights are all zero
     still moves the output.
     """
-    plain = next(base for base in type(module).__mro__ if base.__module__.startswith("torch.nn.modules"))
-    if all(getattr(type(module), f, None) is getattr(plain, f, None) for f in ("forward", "_conv_forward")):
+    if runs_as_is(module):
         return True
     probe = clone(module).eval().float().cpu()
     channels = int(getattr(probe, "in_channels", 0) or getattr(probe, "in_features", 0))
