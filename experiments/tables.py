@@ -52,8 +52,8 @@ def learn_gpu() -> str:
     record = json.loads((ROOT / "benchmarks/results/learn_gpu.json").read_text())
     ms = record["median_ms"]
     lines = [
-        f"On an {record['hardware']} a learning step of ResNet-50 (batch {record['batch']}, {record['size']} px, bf16) takes "
-        f"{ms['halve']:.0f} ms, of",
+        f"On an {record['hardware']} a learning step of ResNet-50 (batch {record['batch']}, {record['size']} px, bf16) "
+        f"takes {ms['halve']:.0f} ms, of",
         f"which sampling is {100 * record['sampling_share']:.0f} %. The same step with dense trainable weights takes "
         f"{ms['dense']:.0f} ms, and through unfold and",
         f"matrix product, as in the paper's code, {ms['unfold']:.0f} ms (`benchmarks/bench_learn.py`, torch "

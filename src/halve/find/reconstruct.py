@@ -1,8 +1,8 @@
 """Choose a layer's codes so that its outputs change least on calibration inputs.
 
-With H = X X^T over the layer's unfolded inputs, removing the part e of a row w changes its outputs by e H e^T,
-summed and squared. A row's codes interact through H, inside blocks and between them, so they are improved block by block: each takes
-the code that is best given all others, for all rows at once, until nothing changes.
+With H = X X^T over the layer's unfolded inputs, removing the part e of a row w changes its outputs by e H e^T, summed
+and squared. A row's codes interact through H, inside blocks and between them, so they are improved block by block: each
+takes the code that is best given all others, for all rows at once, until nothing changes.
 """
 
 from collections.abc import Mapping, Sequence
