@@ -39,7 +39,7 @@ class SourceError(HalveError, ValueError):
     """A model or data set that was named and cannot be found or built."""
 
 
-class LearningError(HalveError):
+class LearningError(HalveError, RuntimeError):
     """Learning could not go on; `masks` is what was learned until then (None if nothing)."""
 
     def __init__(self, message: str, masks: object = None) -> None:
