@@ -43,7 +43,9 @@ def main() -> None:
     with Learning() as bar:
         masks = halve.learn(model, data.loader, minutes=options.minutes, seed=options.seed, report=bar)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    records = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    old = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    run = (options.network, options.seed)
+    records = [record for record in old if (record["network"], record["seed"]) != run]
     magnitude = halve.prune(model)
     for where, folder in tests.items():
         wnids = options.assets / "imagenet_wnids.txt" if folder.startswith("in") else None

@@ -4,6 +4,7 @@ from halve.check.evaluate import evaluate
 from halve.check.verify import verify
 from halve.errors import HalveError
 from halve.find.learn import learn
+from halve.find.objective import Views
 from halve.find.prune import prune
 from halve.find.recalibrate import recalibrate
 from halve.find.select import select
@@ -19,6 +20,7 @@ __all__ = [
     "Mask",
     "MaskSet",
     "Pattern",
+    "Views",
     "__version__",
     "apply",
     "evaluate",

@@ -79,8 +79,8 @@ def test_a_budget_for_accuracy_is_kept_and_told(halve, net):
     [
         (("--steps", "2", "--minutes", "1"), "give one budget"),
         (("--steps", "0"), "steps must be positive"),
-        (("--objective", "please"), "objective='please'"),
-        (("--start", "nothing"), "unknown score 'nothing'"),
+        (("--objective", "please"), "--objective please"),
+        (("--start", "nothing"), "unknown start 'nothing'"),
         (("--max-drop", "0.1"), "--drop-data"),
         (("--resume",), "no such file"),
         (("--preset", "papers"), "unknown preset"),

@@ -36,7 +36,8 @@ def test_layers_that_no_glob_names_get_the_default_pattern():
 
 
 def test_the_first_pattern_that_matches_wins():
-    assert pattern_of("body", "1:4", "1:2") == "1:4"
+    assert pattern_of("body", "1:2", "body=1:4") == "1:4"
+    assert pattern_of("other", "1:2", "body=1:4") == "1:2"
     assert pattern_of("body", "body=1:4", "body=1:2") == "1:4"
 
 

@@ -211,7 +211,7 @@ def test_a_start_that_does_not_fit_is_refused_by_the_layers_name():
     ):
         with untouched(model), pytest.raises(ModelError, match=r"start= has no 2:4 mask that fits layer \d"):
             halve.learn(model, loader(), steps=1, start=start)
-    with pytest.raises(ModelError, match=r"unknown score 'magnitud'"):
+    with pytest.raises(ModelError, match=r"unknown start 'magnitud'"):
         halve.learn(model, loader(), steps=1, start="magnitud")
 
 

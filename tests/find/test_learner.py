@@ -41,7 +41,7 @@ def test_a_gradient_reaches_the_logits_of_every_layer_and_nothing_else():
     learner = a_learner(model, alpha=1.0)
     with untouched(model):
         learner(images(), 0, 1.0).backward()
-    grads = learner.sampler.split(learner.sampler.logits.grad)[0].split(learner.sampler.segments[0].sizes)
+    grads = learner.sampler.split(learner.sampler.logits.grad)[0].split(learner.sampler.families[0].sizes)
     assert all(part.abs().sum() > 0 for part in grads)
     assert all(p.grad is None for p in learner.model.parameters())
 

@@ -321,3 +321,48 @@ def test_nothing_is_written_that_was_not_asked_for(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     halve.learn(convnet(), [(images(6), labels(6))], steps=2)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_run_is_not_overwritten_by_accident(tmp_path):
+    path = tmp_path / "run"
+    halve.learn(convnet(), loader(), steps=2, checkpoint=path)
+    before = path.read_bytes()
+    with pytest.raises(FileError, match="holds the state of a run: resume=True"):
+        halve.learn(convnet(), loader(), steps=2, checkpoint=path)
+    assert path.read_bytes() == before
+
+
+def test_ctrl_c_that_also_kills_the_loaders_workers_keeps_what_was_learned(tmp_path):
+    script = tmp_path / "run.py"
+    script.write_text(
+        """
+import sys, warnings, torch, halve
+from torch.utils.data import DataLoader
+from tests.tiny import convnet, images
+class Slow(torch.utils.data.Dataset):
+    def __len__(self): return 10**6
+    def __getitem__(self, i):
+        import time; time.sleep(0.02)
+        return images(1)[0]
+warnings.simplefilter("ignore")
+masks = halve.learn(convnet(), DataLoader(Slow(), 4, num_workers=2), steps=10**6, checkpoint=sys.argv[1],
+                    report=lambda r: print("step", flush=True))
+print("ended", masks.recipe["ended"], masks.recipe["steps_done"] > 0, flush=True)
+"""
+    )
+    command = [sys.executable, str(script), str(tmp_path / "state")]
+    root = Path(__file__).parent.parent.parent
+    process = subprocess.Popen(
+        command,
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": str(root)},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    for _ in range(6):
+        process.stdout.readline()
+    os.killpg(process.pid, signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert "ended interrupted True" in out
+    assert (tmp_path / "state").exists()

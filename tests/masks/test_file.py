@@ -104,7 +104,7 @@ def test_a_large_layer_takes_three_quarters_of_a_bit_per_weight(tmp_path):
 
 @pytest.mark.parametrize(("rule", "bits"), [("1:4", 2 / 4), ("4:8", 7 / 8), ("1:2", 1 / 2), ("8:16", 14 / 16)])
 def test_the_size_follows_the_bits_of_the_pattern(tmp_path, rule, bits):
-    masks = MaskSet({"layer": a_mask(rule, Layout("linear", (512, 512), Pattern(rule).size))})
+    masks = MaskSet({"layer": a_mask(rule, Layout("linear", (1024, 512), Pattern(rule).size))})
     assert 8 * masks.save(tmp_path / "x").stat().st_size / masks.weights == pytest.approx(bits, rel=0.1)
 
 

@@ -53,6 +53,11 @@ class Verification:
         return bool(self.layers) and not self.failures
 
     @property
+    def not_accelerated(self) -> dict[str, str]:
+        """Layers that sparse tensor cores cannot speed up, and why; no failures: such masks are legal all the same."""
+        return {layer.name: layer.not_tensor_cores for layer in self.layers if layer.not_tensor_cores is not None}
+
+    @property
     def failures(self) -> dict[str, str]:
         """What is wrong, by layer name."""
         return {layer.name: layer.failure for layer in self.layers if layer.failure is not None}

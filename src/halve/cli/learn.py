@@ -9,6 +9,7 @@ import typer
 import halve
 from halve.cli import options as o
 from halve.cli import progress, show
+from halve.errors import LearningError
 from halve.find.checkpoint import SUFFIX as LEARNING_SUFFIX
 from halve.find.scores import SCORES
 from halve.masks.file import SUFFIX
@@ -111,27 +112,34 @@ def learn(
         "features": tuple(features) if features else None,
         "start": None if start is None else halve.load(start) if Path(start).is_file() else start,
     }
-    with progress.Learning() as bar:
-        masks = halve.learn(
-            opened.model,
-            source.loader,
-            preset=preset,
-            precision=precision,  # type: ignore[arg-type]
-            checkpoint=state,
-            checkpoint_every=checkpoint_every,
-            resume=resume,
-            log=log,
-            trackers=tracker or (),
-            report=bar,
-            max_drop=max_drop,
-            drop_data=drop,
-            drop_metric=drop_metric,  # type: ignore[arg-type]
-            match=match,
-            accumulate=accumulate,
-            seed=seed,
-            **where,
-            **{key: value for key, value in how.items() if value is not None},
-        )
+    try:
+        with progress.Learning() as bar:
+            masks = halve.learn(
+                opened.model,
+                source.loader,
+                preset=preset,
+                precision=precision,  # type: ignore[arg-type]
+                checkpoint=state,
+                checkpoint_every=checkpoint_every,
+                resume=resume,
+                log=log,
+                trackers=tracker or (),
+                report=bar,
+                progress=progress.track,
+                max_drop=max_drop,
+                drop_data=drop,
+                drop_metric=drop_metric,  # type: ignore[arg-type]
+                match=match,  # type: ignore[arg-type]
+                accumulate=accumulate,
+                seed=seed,
+                **where,
+                **{key: value for key, value in how.items() if value is not None},
+            )
+    except LearningError as error:
+        if not isinstance(error.masks, halve.MaskSet):
+            raise
+        error.masks.save(path)
+        raise LearningError(f"{error}; the masks as they were then are in {path}", error.masks) from error
     interrupted = masks.recipe["ended"] == "interrupted"
     if recalibrate and not interrupted:
         masks = halve.recalibrate(opened.model, masks, source.loader, progress=progress.track)

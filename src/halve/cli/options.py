@@ -94,7 +94,9 @@ def open_model(
     preprocess = source.preprocess
     if preprocess is None or any(option is not None for option in (size, resize, mean, std)):
         preprocess = Preprocessing(size, resize, _numbers(mean, IMAGENET_MEAN), _numbers(std, IMAGENET_STD))
-    name = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    name = device
+    if device == "auto":
+        name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"
     try:
         chosen = torch.device(name)
         source.model.to(chosen)
@@ -113,10 +115,14 @@ def selection(
 ) -> SelectOptions:
     """The options of `halve.select` from those of the command line."""
     rules: dict[str, str | None] = {}
+    everywhere = "2:4"
     for rule in pattern or []:
         glob, equals, value = rule.rpartition("=")
-        rules.setdefault(glob if equals else "*", None if value == "dense" else value)
-    rules.setdefault("*", "2:4")
+        if equals:
+            rules.setdefault(glob, None if value == "dense" else value)
+        else:
+            everywhere = value
+    rules.setdefault("*", everywhere)  # last, since the first match wins
     return SelectOptions(
         pattern=rules,
         include=include or None,

@@ -16,7 +16,7 @@ from rich.progress import (
 from rich.text import Text
 
 from halve.cli import show
-from halve.find.loop import Report
+from halve.find.reporting import Report
 from halve.find.trial import Estimate
 
 
@@ -50,7 +50,7 @@ class Learning:
 
     def __call__(self, event: Estimate | Report) -> None:
         if isinstance(event, Estimate):
-            whole = "" if event.seconds is None else f"about {duration(event.seconds)}, "
+            whole = f"about {duration(event.seconds)}, "
             steps = "" if event.steps is None else f"{event.steps} steps, "
             show.note(f"{steps}{whole}{event.seconds_per_step:.2f} s each, {show.size(event.peak_bytes)} of memory")
             return
@@ -72,7 +72,7 @@ def standing(report: Report) -> str:
     """How learning stands, in one line."""
     return (
         f"loss {report.loss:.4f}, entropy {report.entropy:.2f}, changed {report.changed:.1%}, "
-        f"{report.images_per_s:.0f} images/s, {duration(report.seconds_left or 0)} left"
+        f"{report.images_per_s:.0f} images/s, {duration(report.seconds_left)} left"
     )
 
 

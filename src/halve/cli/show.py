@@ -10,6 +10,10 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+_OPTIONS = (
+    "accumulate|also|alpha|changed|checkpoint|classes|data|drop_data|drop_metric|dtype|epochs|exclude|features|include|"
+    "lr|match|max_drop|minutes|objective|order|pattern|precision|preset|remainder|resume|seed|start|steps|temperature"
+)
 OUT, ERR = Console(), Console(stderr=True)
 
 
@@ -30,12 +34,16 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
 def as_options(text: str) -> str:
     """A message of the library in the words of the command line.
 
-    >>> as_options("classifier head (also='fc' masks it), or classes= maps labels")
-    'classifier head (--also fc masks it), or --classes maps labels'
+    >>> as_options("classifier head (also='fc' masks it); classes= maps labels, max_drop=0.01 or resume=True")
+    'classifier head (--also fc masks it); --classes maps labels, --max-drop 0.01 or --resume'
     """
-    names = "also|include|exclude|remainder|order|pattern|changed|classes|data|max_drop|drop_data|resume|checkpoint"
-    text = re.sub(rf"\b({names})='([^']*)'", lambda m: f"--{m[1].replace('_', '-')} {m[2]}", text)
-    return re.sub(rf"\b({names})=(True)?", lambda m: f"--{m[1].replace('_', '-')}", text)
+
+    def option(match: re.Match[str]) -> str:
+        value = match["quoted"] or match["bare"] or ""
+        name = f"--{match['name'].replace('_', '-')}"
+        return name if value in ("", "True") else f"{name} {value}"
+
+    return re.sub(rf"\b(?P<name>{_OPTIONS})=(?:'(?P<quoted>[^']*)'|(?P<bare>[\w.-]+))?", option, text)
 
 
 def say(text: str) -> None:

@@ -19,9 +19,7 @@ def frozen(model: nn.Module, choices: Sequence[Choice]) -> nn.Module:
     for choice in choices:
         layer = copy.get_submodule(choice.name)
         set_weight_(layer, weight_of(layer))
-    if dtype_of(copy) != torch.float32:
-        copy.float()  # as the sampled weights are
-    copy.requires_grad_(False).eval()
+    copy.float().requires_grad_(False).eval()  # in full precision, as the sampled weights are
     for module in copy.modules():
         if type(module).forward is _BatchNorm.forward and module.running_mean is not None:
             module.forward = functools.partial(_normalise, module)
@@ -33,11 +31,6 @@ def channels_last_(copy: nn.Module) -> None:
     for parameter in copy.parameters():
         if parameter.dim() == 4:
             parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
-
-
-def dtype_of(model: nn.Module) -> torch.dtype:
-    """The type of the model's floating-point parameters."""
-    return next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
 
 
 def device_of(model: nn.Module) -> torch.device:

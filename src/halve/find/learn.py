@@ -2,34 +2,28 @@
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Unpack
 
 import torch
 from torch import Tensor, nn
 
-from halve.errors import DataError, HalveError, LearningError, ModelError
-from halve.find.batches import Forward
-from halve.find.budget import Metric, check_budget, keep_dense
+from halve.errors import DataError, HalveError, LearningError, ModelError, listed
+from halve.find import scores
+from halve.find.batches import Forward, Progress
+from halve.find.drop import Metric, check_budget, keep_dense
 from halve.find.feed import Feed
 from halve.find.frozen import channels_last_, device_of
 from halve.find.frozen import frozen as frozen_copy
 from halve.find.learner import Learner
-from halve.find.loop import Loop, Report
+from halve.find.loop import Loop
 from halve.find.objective import find_blocks, named_blocks, objective_named
-from halve.find.prune import (
-    check_score,
-    check_something_masked,
-    finite_weight,
-    origin_of,
-    plain_options,
-    score_layers,
-    with_fingerprint,
-)
+from halve.find.prune import check_something_masked, finite_weight, score_layers
 from halve.find.ranks import Ranks
+from halve.find.recipe import origin_of, plain_options, with_fingerprint
+from halve.find.reporting import Report, Reporter
 from halve.find.sampling import Sampler, glorot
-from halve.find.scores import WHOLE_MASKS
 from halve.find.select import Choice, select
-from halve.find.settings import Settings, preset_options, split_options
+from halve.find.settings import LearnOptions, Settings, preset_options, split_options
 from halve.find.trial import Estimate
 from halve.masks.fingerprint import digest
 from halve.masks.mask import MaskSet
@@ -50,10 +44,11 @@ def learn(
     log: str | Path | None = None,
     trackers: Sequence[Any] = (),
     report: Callable[[Estimate | Report], None] | None = None,
+    progress: Progress | None = None,
     max_drop: float | None = None,
     drop_data: Any = None,
     drop_metric: Metric = "agreement",
-    **options: Any,
+    **options: Unpack[LearnOptions],
 ) -> MaskSet:
     """Learn which N of every M weights to keep, so that the masked network does what the dense one does.
 
@@ -72,7 +67,8 @@ def learn(
 
     `checkpoint` names a file that is written every `checkpoint_every` seconds; `resume=True` goes on from it, to the
     same bits on a CPU when the data comes in the same order. `log` is a JSONL file, `trackers` are Accelerate's;
-    `report` is called with an `Estimate` first, with a `Report` after each step. Under torchrun all ranks learn alike.
+    `report` gets an `Estimate` first, a `Report` after each step; `progress` shows what else takes long. Under torchrun
+    all ranks learn alike.
 
     >>> import halve
     >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
@@ -90,11 +86,10 @@ def learn(
     check_something_masked(chosen)
     weights = {choice.name: finite_weight(choice.name, model) for choice in chosen.masked}
     ranks = Ranks(device_of(model), trackers, None if log is None else Path(log).parent)
-    feed = Feed(data, ranks.rank, ranks.count)
     frozen = frozen_copy(model, chosen.masked).to(ranks.device)
     if ranks.device.type == "cuda":
         channels_last_(frozen)
-    sampler = _started(model, chosen.masked, weights, settings, data, forward).to(ranks.device)
+    sampler = _started(model, chosen.masked, weights, settings, data, forward, progress).to(ranks.device)
     if settings.features is not None:
         blocks = named_blocks(frozen, settings.features)
     else:
@@ -128,13 +123,15 @@ def learn(
             {c.name: masks[c.name] for c in chosen.masked}, recipe=made | where_made | recipe | origin_of(model)
         )
 
-    loop = Loop(learner, feed, settings, ranks, identity, masks_now, report, log, checkpoint, checkpoint_every)
+    feed = Feed(data, ranks.rank, ranks.count)  # last: a loader with persistent workers has one iterator for all
+    reporter = Reporter(ranks, report, log)
+    loop = Loop(learner, feed, settings, ranks, identity, masks_now, reporter, checkpoint, checkpoint_every)
     with torch.enable_grad():
         masks = loop.run(resume)
     if max_drop is None:
         return masks
     try:
-        return keep_dense(model, masks, drop_data, max_drop, drop_metric, forward=forward)
+        return keep_dense(model, masks, drop_data, max_drop, drop_metric, forward=forward, progress=progress)
     except HalveError as error:
         raise LearningError(f"{error}; the masks as they were learned are in the error's .masks", masks) from error
 
@@ -146,6 +143,7 @@ def _started(
     settings: Settings,
     data: Any,
     forward: Forward | None,
+    progress: Progress | None,
 ) -> Sampler:
     start = settings.start
     if isinstance(start, MaskSet):
@@ -157,9 +155,14 @@ def _started(
             for logits in sampler.split(sampler.logits):
                 logits += glorot((logits.shape[0], logits.shape[1]), generator).to(logits)
         return sampler
-    check_score(start, data)
-    found, _ = score_layers(model, choices, weights, start, data, seed=settings.seed, forward=forward)
-    sharpness = settings.alpha / 4 if isinstance(start, str) and start in WHOLE_MASKS else settings.alpha
+    if not callable(start) and start not in scores.SCORES:
+        raise ModelError(
+            f"unknown start {start!r}; there are {listed(scores.SCORES)}, glorot, a MaskSet, or a score function"
+        )
+    found, _ = score_layers(
+        model, choices, weights, start, data, seed=settings.seed, forward=forward, progress=progress
+    )
+    sharpness = settings.alpha / 4 if isinstance(start, str) and start in scores.WHOLE_MASKS else settings.alpha
     return Sampler(choices, weights, {name: score.to(weights[name].device) for name, score in found.items()}, sharpness)
 
 

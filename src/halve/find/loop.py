@@ -1,13 +1,11 @@
 """The learning loop: steps within a budget, reports, checkpoints, and what happens when it is cut short."""
 
-import json
 import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,27 +18,12 @@ from halve.find.feed import Feed
 from halve.find.interrupt import deferred_interrupt
 from halve.find.learner import Learner
 from halve.find.ranks import Ranks
+from halve.find.reporting import Report, Reporter
 from halve.find.settings import DEFAULT_STEPS, Settings
 from halve.find.trial import Estimate, try_step
 from halve.masks.mask import MaskSet
 
 _LOOK_EVERY = 10  # steps between looks at entropy and changed blocks, and on a GPU at anything: looking waits for it
-
-
-@dataclass(frozen=True)
-class Report:
-    """How learning stands after a step; the shares are from 0 to 1."""
-
-    step: int
-    steps: int | None
-    loss: float
-    entropy: float
-    changed: float
-    lr: float
-    temperature: float
-    images_per_s: float
-    seconds: float
-    seconds_left: float | None
 
 
 class Loop:
@@ -54,14 +37,13 @@ class Loop:
         ranks: Ranks,
         identity: dict[str, Any],
         masks_now: Callable[[dict[str, Any]], MaskSet],
-        report: Callable[[Estimate | Report], None] | None,
-        log: str | Path | None,
+        reporter: Reporter,
         checkpoint: str | Path | None,
         checkpoint_every: float,
     ) -> None:
         self.learner, self.feed, self.settings, self.ranks = learner, feed, settings, ranks
-        self.identity, self.masks_now, self.tell = identity, masks_now, report
-        self.log, self.path, self.every = log, None if checkpoint is None else Path(checkpoint), checkpoint_every
+        self.identity, self.masks_now, self.reporter = identity, masks_now, reporter
+        self.path, self.every = None if checkpoint is None else Path(checkpoint), checkpoint_every
         self.logits = learner.sampler.logits
         self.optimizer = torch.optim.AdamW(
             [self.logits],
@@ -72,6 +54,7 @@ class Loop:
         )
         self.start_codes = learner.sampler.codes()
         self.step, self.batches, self.before, self.images = 0, 0, 0.0, 0
+        self.whole = True  # False while a step is half done: such a state must not be saved
         self.recent: list[tuple[Any, int, float]] = []  # what was learned from since the last look
         self.changed, self.entropy = 0.0, learner.sampler.entropy()
         self.steps = self._planned_steps()
@@ -80,22 +63,28 @@ class Loop:
         """Learn until the budget is spent, the data runs dry or somebody presses Ctrl-C."""
         if resume:
             self._resume()
+        elif self.path is not None and self.path.exists():
+            raise FileError(
+                f"{self.path} holds the state of a run: resume=True goes on from it; delete it to start anew, "
+                f"or name another checkpoint"
+            )
         wrapped = self.ranks.wrap(self.learner)
         ended = "interrupted"
         self.began = self.saved = time.perf_counter()
-        self.first_step, self.first_images = self.step, 0
-        self.ranks.start_trackers(self.settings.described())
+        self.first_step = self.step
         try:
-            with self._log_file() as file, deferred_interrupt() as interrupted:
-                ended = self._loop(wrapped, file, interrupted)
+            with (
+                self.reporter.open(self.settings.described(), append=self.step > 0),
+                deferred_interrupt() as interrupted,
+            ):
+                ended = self._loop(wrapped, interrupted)
         except KeyboardInterrupt:
-            self._save()
+            if self.whole:
+                self._save()
             warnings.warn(f"interrupted after {self.step} steps; {self._how_to_go_on()}", LearningWarning, stacklevel=3)
-        finally:
-            self.ranks.stop_trackers()
         return self._masks(ended)
 
-    def _loop(self, wrapped: Any, file: IO[str] | None, interrupted: Callable[[], bool]) -> str:
+    def _loop(self, wrapped: Any, interrupted: Callable[[], bool]) -> str:
         bad = torch.zeros((), dtype=torch.bool, device=self.logits.device)
         estimated = False
         while self._fraction() < 1:
@@ -105,6 +94,10 @@ class Loop:
                 batches = [self.feed.next() for _ in range(self.settings.accumulate)]
             except StopIteration:
                 return self._dry()
+            except Exception:
+                if interrupted():  # Ctrl-C reached the loader's worker processes too
+                    raise KeyboardInterrupt from None
+                raise
             lr = self.settings.lr_at(fraction, self.feed.epoch)
             if not estimated:
                 self._estimate(batches[0], temperature)
@@ -118,19 +111,21 @@ class Loop:
                 bad |= ~loss.isfinite()
             for group in self.optimizer.param_groups:
                 group["lr"] = lr
+            self.whole = False
             self.optimizer.step()
             self.step += 1
             self.batches = self.feed.taken
+            self.whole = True
             self.images += sum(_images_in(batch) for batch in batches)
             look = self.step % _LOOK_EVERY == 0 or self._fraction() >= 1
             if look or not self.logits.is_cuda:
                 if bool(bad):
                     self._give_up()
                 self.recent.clear()
-                self._report(float(loss), lr, temperature, look, file)
+                self._report(float(loss), lr, temperature, look)
             if self.path is not None and time.perf_counter() - self.saved >= self.every:
                 self._save()
-            if interrupted():
+            if self.ranks.agree(float(interrupted())):
                 raise KeyboardInterrupt
         return "finished"
 
@@ -176,19 +171,20 @@ class Loop:
     def _estimate(self, batch: Any, temperature: float) -> None:
         seconds, peak = try_step(self.learner, batch, temperature)
         per_step = seconds * self.settings.accumulate
-        left = None if self.steps is None else per_step * (self.steps - self.step)
-        if self.tell is not None and self.ranks.first:
-            whole = left if self.settings.minutes is None else 60 * self.settings.minutes - self.before
-            self.tell(Estimate(per_step, whole, peak, self.steps))
+        if self.steps is None:
+            whole = 60 * (self.settings.minutes or 0) - self.before
+        else:
+            whole = per_step * (self.steps - self.step)
+        self.reporter.tell(Estimate(per_step, whole, peak, self.steps))
 
-    def _report(self, loss: float, lr: float, temperature: float, look: bool, file: IO[str] | None) -> None:
+    def _report(self, loss: float, lr: float, temperature: float, look: bool) -> None:
         if look:
             self.entropy = self.learner.sampler.entropy()
             self.changed = float((self.learner.sampler.codes() != self.start_codes).double().mean())
         here = max(time.perf_counter() - self.began, 1e-9)
         rate = (self.step - self.first_step) / here
         left = (self.steps - self.step) / rate if self.steps else 60 * (self.settings.minutes or 0) - self._seconds()
-        images = (self.images - self.first_images) * self.ranks.count / here
+        images = self.images * self.ranks.count / here
         report = Report(
             self.step,
             self.steps,
@@ -201,18 +197,7 @@ class Loop:
             self._seconds(),
             max(left, 0.0),
         )
-        if not self.ranks.first:
-            return
-        if self.tell is not None:
-            self.tell(report)
-        if look:
-            values = asdict(report)
-            self.ranks.track(
-                {key: values[key] for key in ("loss", "entropy", "changed", "lr", "images_per_s")}, self.step
-            )
-            if file is not None:
-                file.write(json.dumps(values) + "\n")
-                file.flush()
+        self.reporter.tell(report, keep=look)
 
     def _save(self, first: bool = False) -> None:
         """Write the checkpoint; a disk that fails later on does not end the run, one that fails at first does."""
@@ -277,14 +262,6 @@ class Loop:
 
     def _masks(self, ended: str) -> MaskSet:
         return self.masks_now({"steps_done": self.step, "seconds": round(self._seconds(), 1), "ended": ended})
-
-    def _log_file(self) -> Any:
-        if self.log is None or not self.ranks.first:
-            return nullcontext()
-        try:
-            return Path(self.log).open("a" if self.step else "w")
-        except OSError as error:
-            raise FileError(f"cannot write the log {self.log}: {error.strerror}") from error
 
 
 def _images_in(batch: Any) -> int:

@@ -20,7 +20,15 @@ FEATURE_WEIGHT = 10.0  # of the mean relative error of the features, beside the 
 
 @dataclass(frozen=True)
 class Views:
-    """One step as an objective sees it: what the masked and the dense network made of a batch."""
+    """One step as an objective sees it: what the masked and the dense network made of a batch.
+
+    >>> import halve
+    >>> def squared(views: halve.Views) -> Tensor:
+    ...     return (views.output - views.dense_output).square().mean()
+    >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)).eval()
+    >>> halve.learn(model, torch.randn(64, 8), objective=squared, steps=2)
+    MaskSet(1 layer, 64 weights, 50.0 % kept)
+    """
 
     output: Tensor
     features: list[Tensor]
@@ -33,9 +41,18 @@ Objective = Callable[[Views], Tensor]
 
 
 def distill_outputs(views: Views) -> Tensor:
-    """KL divergence of the masked network's outputs from the dense network's, over the last (class) axis or axis 1."""
+    """Mean KL divergence of the masked network's class scores from the dense network's.
+
+    Classes lie along axis 1 of outputs such as (n, classes) and (n, classes, height, width), along the last of
+    (n, positions, classes).
+    """
     assert views.dense_output is not None
-    axis = 1 if views.output.dim() > 1 else 0
+    axis = 2 if views.output.dim() == 3 else 1
+    if views.output.dim() < 2 or views.output.shape[axis] < 2:
+        raise ModelError(
+            f"outputs of shape {tuple(views.output.shape)} are no class scores to compare: "
+            f"match='features' compares blocks alone, or pass an objective of your own"
+        )
     ours = views.output.float().log_softmax(axis)
     theirs = views.dense_output.float().log_softmax(axis)
     return F.kl_div(ours, theirs, reduction="none", log_target=True).sum(axis).mean()

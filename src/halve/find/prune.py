@@ -11,12 +11,11 @@ from halve.find import scores
 from halve.find.activations import input_squares
 from halve.find.batches import Forward, Progress
 from halve.find.recalibrate import recalibrate as recalibrate_masks
+from halve.find.recipe import origin_of, plain_options, with_fingerprint
 from halve.find.reconstruct import reconstruct
 from halve.find.select import Choice, Selection, SelectOptions, select
-from halve.masks.fingerprint import Fingerprint
 from halve.masks.layers import weight_of
 from halve.masks.mask import Mask, MaskSet
-from halve.version import VERSION
 
 ScoreFunction = Callable[[str, Tensor], Tensor]
 
@@ -34,11 +33,12 @@ def prune(
 ) -> MaskSet:
     """Choose masks at once, by a score: in each block the N weights with the highest score are kept.
 
-    - `score`: "magnitude", "wanda" (magnitude times input norm, needs `data`), "random" (by `seed`), or a function of
-      (layer name, weight) that gives scores of the weight's shape.
+    - `score`: "magnitude", "wanda" (magnitude times input norm, needs `data`), "reconstruct" (what changes each layer's
+      outputs least, needs `data`), "random" (by `seed`), or a function of (layer name, weight) that gives scores of the
+      weight's shape.
     - `data`: batches to measure inputs on, no labels needed; a DataLoader, a list, or one tensor of images.
     - `recalibrate`: also measure BatchNorm statistics on `data` with the masks on; they travel with the masks.
-    - the rest are the options of `select`: pattern, include, exclude, also, order, remainder.
+    - the rest are the options of `select`: pattern, include, exclude, also, order, remainder, kinds.
 
     The model stays as it is. `halve.apply(model, masks)` gives a masked copy.
 
@@ -117,12 +117,6 @@ def score_layers(
     return found, images
 
 
-def with_fingerprint(mask: Mask, weight: Tensor, shared_with: tuple[str, ...]) -> Mask:
-    """The mask, remembering the weight that it is made for."""
-    fingerprint = Fingerprint.of(weight, mask.put_on(weight))
-    return Mask(mask.pattern, mask.layout, mask.stored_codes, fingerprint, shared_with)
-
-
 def check_something_masked(chosen: Selection) -> None:
     """Raise where no layer is left to mask, with the reasons."""
     if not chosen.masked:
@@ -139,25 +133,6 @@ def finite_weight(name: str, model: nn.Module) -> Tensor:
             f"layer {name} has {count} NaN or infinite weights: repair the checkpoint, or exclude={name!r}"
         )
     return weight
-
-
-def origin_of(model: nn.Module) -> dict[str, Any]:
-    """What a recipe says of the model and of the software."""
-    kind = type(model)
-    return {"model": f"{kind.__module__}.{kind.__qualname__}", "halve": VERSION, "torch": torch.__version__}
-
-
-def plain_options(selection: SelectOptions) -> dict[str, Any]:
-    """The options of `select` as plain JSON values, for a recipe."""
-
-    def plain(value: Any) -> Any:
-        if isinstance(value, Mapping):
-            return {key: plain(item) for key, item in value.items()}
-        if isinstance(value, list | tuple):
-            return list(value)
-        return value if value is None else str(value)
-
-    return {key: plain(value) for key, value in selection.items()}
 
 
 def _checked(name: str, result: Any, weight: Tensor) -> Tensor:

@@ -18,13 +18,13 @@ from halve.find.batches import Forward, Progress
 from halve.find.select import Choice
 from halve.masks.layers import kind_of, runs_as_is, weight_of
 from halve.masks.layout import Layout
-from halve.masks.mask import Mask
+from halve.masks.mask import Mask, wasteful
 from halve.masks.pattern import Pattern
 
 MAX_COLUMNS = (
     8192  # a larger H would take more than 256 MB; such layers fall back to their magnitudes times input norms
 )
-MAX_CODES = 128  # candidates that are tried in each block
+MAX_TRIED = 128  # candidates that are tried in each block
 SWEEPS = 6
 _POSITIONS = 196  # output positions that one image contributes at most: neighbours say nearly the same
 
@@ -64,7 +64,7 @@ def reconstruct(
         else:
             start = scores.wanda(weight, squares_of(total, layout))
             found[name] = start
-            if pattern.count <= MAX_CODES:
+            if pattern.count <= MAX_TRIED:
                 kept, _ = choose(weight, layout, pattern, total, Mask.from_scores(pattern, layout, start).kept())
                 found[name] = kept.to(weight.dtype)
     return found, images
@@ -118,7 +118,7 @@ def _descend(
 ) -> Tensor:
     error = w * ~kept
     pull = error @ h
-    wasteful = _wasteful(layout, pattern).to(w.device)
+    refused = wasteful(pattern, layout).to(w.device) if layout.virtual else None
     for _ in range(SWEEPS):
         changed = torch.zeros((), dtype=torch.bool, device=w.device)
         for index, block in enumerate(blocks):
@@ -127,8 +127,8 @@ def _descend(
             candidates = w[:, block][:, None, :] * ~table
             outside = pull[:, block] - now @ inner
             cost = ((candidates @ inner + 2 * outside[:, None, :]) * candidates).sum(-1)
-            if wasteful.numel() and bool(wasteful[index].any()):
-                cost = cost.masked_fill(wasteful[index], float("inf"))
+            if refused is not None:
+                cost = cost.masked_fill(refused[index], float("inf"))
             code = cost.argmin(1)
             best = candidates[torch.arange(len(code), device=w.device), code]
             step = best - now
@@ -187,15 +187,6 @@ def _columns_of_blocks(layout: Layout, group: int) -> Tensor:
         order = order[group * channels : (group + 1) * channels]
     single = Layout(layout.kind, tuple(row.shape), layout.block, 1, layout.order, layout.pad, order)
     return single.to_blocks(row, fill=columns)[0].long()
-
-
-def _wasteful(layout: Layout, pattern: Pattern) -> Tensor:
-    """Codes that keep a virtual place where a real weight could be, (blocks, codes); empty where nothing is padded."""
-    if not layout.virtual:
-        return torch.empty(0)
-    real = layout.real()
-    wanted = real.sum(1, keepdim=True).clamp(max=pattern.kept)
-    return (real.float() @ pattern.table().float().T) < wanted
 
 
 def _padded(rows: Tensor) -> Tensor:

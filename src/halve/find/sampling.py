@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from halve.find.select import Choice
 from halve.masks.layout import Layout
-from halve.masks.mask import Mask
+from halve.masks.mask import Mask, wasteful
 from halve.masks.pattern import Pattern
 
 Final = Literal["argmax", "sample"]
@@ -19,7 +19,7 @@ _STEP, _RANK = 1_000_003, 7_919  # spread the seeds of steps and ranks
 
 
 @dataclass(frozen=True)
-class Segment:
+class Family:
     """The layers of one pattern: their blocks lie one after another."""
 
     pattern: Pattern
@@ -47,14 +47,14 @@ class Sampler(nn.Module):
     ) -> None:
         """`scores` (not negative, of the weights' shapes) and the sharpness `alpha` say where the logits start."""
         super().__init__()
-        self.segments = _segments(choices)
+        self.families = _families(choices)
         parts = []
-        for index, segment in enumerate(self.segments):
-            layers = list(zip(segment.names, segment.layouts, strict=True))
+        for index, family in enumerate(self.families):
+            layers = list(zip(family.names, family.layouts, strict=True))
             blocks = torch.cat([layout.to_blocks(weights[name].float()).flatten(0, 1) for name, layout in layers])
             score = torch.cat([layout.to_blocks(scores[name].float()).flatten(0, 1) for name, layout in layers])
             self.register_buffer(f"weights{index}", blocks, persistent=False)
-            self.register_buffer(f"table{index}", segment.pattern.table().float().to(blocks.device), persistent=False)
+            self.register_buffer(f"table{index}", family.pattern.table().float().to(blocks.device), persistent=False)
             self.register_buffer(f"forbidden{index}", self._forbidden(index), persistent=False)
             parts.append((alpha * relative(score) @ self._table(index).T).flatten())
         self.logits = nn.Parameter(torch.cat(parts))
@@ -65,13 +65,13 @@ class Sampler(nn.Module):
         """Masked weights by layer name: one Gumbel-Softmax sample, differentiable by the logits."""
         generator = torch.Generator(self.logits.device).manual_seed(seed + _STEP * (step + 1) + _RANK * rank)
         result: dict[str, Tensor] = {}
-        for index, (segment, logits) in enumerate(zip(self.segments, self.legal_logits(), strict=True)):
+        for index, (family, logits) in enumerate(zip(self.families, self.legal_logits(), strict=True)):
             noise = torch.empty_like(logits).exponential_(generator=generator).log_().neg_()
             if hard:
                 kept: Tensor = _HardSample.apply(logits, noise, self._table(index), temperature)
             else:
                 kept = ((logits + noise) / temperature).softmax(1) @ self._table(index)
-            result |= self._layers(segment, kept * self._weights(index))
+            result |= self._layers(family, kept * self._weights(index))
         return result
 
     @torch.no_grad()
@@ -79,12 +79,12 @@ class Sampler(nn.Module):
         """The final masks: the likeliest code of each block, or one last sample."""
         result = {}
         generator = torch.Generator(self.logits.device).manual_seed(seed)
-        for segment, logits in zip(self.segments, self.legal_logits(), strict=True):
+        for family, logits in zip(self.families, self.legal_logits(), strict=True):
             if final == "sample":
                 logits = logits - torch.empty_like(logits).exponential_(generator=generator).log_()
             codes = logits.argmax(1)
-            for name, layout, part in zip(segment.names, segment.layouts, codes.split(segment.sizes), strict=True):
-                result[name] = Mask(segment.pattern, layout, part.reshape(layout.rows, layout.blocks))
+            for name, layout, part in zip(family.names, family.layouts, codes.split(family.sizes), strict=True):
+                result[name] = Mask(family.pattern, layout, part.reshape(layout.rows, layout.blocks))
         return result
 
     @torch.no_grad()
@@ -96,43 +96,39 @@ class Sampler(nn.Module):
     def entropy(self) -> float:
         """Mean entropy of the choices over its maximum: 1 is undecided, 0 is decided."""
         total, blocks = 0.0, 0
-        for segment, logits in zip(self.segments, self.legal_logits(), strict=True):
-            if segment.pattern.count > 1:
+        for family, logits in zip(self.families, self.legal_logits(), strict=True):
+            if family.pattern.count > 1:
                 shares = logits.log_softmax(1)
-                total += float(-(shares.exp() * shares).sum()) / math.log(segment.pattern.count)
+                total += float(-(shares.exp() * shares).sum()) / math.log(family.pattern.count)
             blocks += len(logits)
         return total / max(blocks, 1)
 
     def legal_logits(self) -> list[Tensor]:
-        """The logits of each segment; codes that waste a place on a virtual column are far below all others."""
-        offsets = [self.get_buffer(f"forbidden{index}") for index in range(len(self.segments))]
+        """The logits of each family; codes that waste a place on a virtual column are far below all others."""
+        offsets = [self.get_buffer(f"forbidden{index}") for index in range(len(self.families))]
         parts = zip(self.split(self.logits), offsets, strict=True)
         return [logits + offset if offset.numel() else logits for logits, offset in parts]
 
     def split(self, flat: Tensor) -> list[Tensor]:
-        """A flat tensor like the logits -> one (blocks, codes) view per segment."""
-        sizes = [(sum(segment.sizes), segment.pattern.count) for segment in self.segments]
+        """A flat tensor like the logits -> one (blocks, codes) view per family."""
+        sizes = [(sum(family.sizes), family.pattern.count) for family in self.families]
         parts = torch.split(flat, [blocks * count for blocks, count in sizes])
         return [part.reshape(size) for part, size in zip(parts, sizes, strict=True)]
 
-    def _layers(self, segment: Segment, blocks: Tensor) -> dict[str, Tensor]:
-        parts = torch.split(blocks, segment.sizes)
+    def _layers(self, family: Family, blocks: Tensor) -> dict[str, Tensor]:
+        parts = torch.split(blocks, family.sizes)
         return {
             name: layout.from_blocks(part.reshape(layout.rows, layout.blocks, layout.block))
-            for name, layout, part in zip(segment.names, segment.layouts, parts, strict=True)
+            for name, layout, part in zip(family.names, family.layouts, parts, strict=True)
         }
 
     def _forbidden(self, index: int) -> Tensor:
         """What is added to the logits, (blocks, codes); empty where nothing is padded."""
-        segment, table = self.segments[index], self._table(index)
-        if not any(layout.virtual for layout in segment.layouts):
+        family, table = self.families[index], self._table(index)
+        if not any(layout.virtual for layout in family.layouts):
             return table.new_empty(0)
-        rows = []
-        for layout in segment.layouts:
-            real = layout.real().to(table)
-            wanted = real.sum(1, keepdim=True).clamp(max=segment.pattern.kept)
-            rows.append((real @ table.T < wanted).to(table).mul(FORBIDDEN).repeat(layout.rows, 1))
-        return torch.cat(rows)
+        rows = [wasteful(family.pattern, layout).to(table).repeat(layout.rows, 1) for layout in family.layouts]
+        return FORBIDDEN * torch.cat(rows)
 
     def _weights(self, index: int) -> Tensor:
         return self.get_buffer(f"weights{index}")
@@ -142,8 +138,8 @@ class Sampler(nn.Module):
 
 
 def relative(scores: Tensor) -> Tensor:
-    """Scores of blocks (blocks, M) over their block's mean; a block of zeros stays zero."""
-    return scores / scores.mean(1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
+    """Scores of blocks (blocks, M) over the mean size of their block's; a block of zeros stays zero."""
+    return scores / scores.abs().mean(1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
 
 
 def glorot(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
@@ -169,12 +165,12 @@ class _HardSample(torch.autograd.Function):
         return pull.addcmul_(soft, pull.sum(1, keepdim=True), value=-1).div_(ctx.temperature), None, None, None
 
 
-def _segments(choices: Sequence[Choice]) -> tuple[Segment, ...]:
+def _families(choices: Sequence[Choice]) -> tuple[Family, ...]:
     grouped: dict[Pattern, list[Choice]] = {}
     for choice in choices:
         assert choice.pattern is not None
         grouped.setdefault(choice.pattern, []).append(choice)
     return tuple(
-        Segment(pattern, tuple(c.name for c in members), tuple(c.layout for c in members if c.layout is not None))
+        Family(pattern, tuple(c.name for c in members), tuple(c.layout for c in members if c.layout is not None))
         for pattern, members in grouped.items()
     )

@@ -3,7 +3,7 @@
 import dataclasses
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
@@ -15,6 +15,28 @@ from halve.find.select import SelectOptions
 from halve.masks.mask import MaskSet
 
 DEFAULT_STEPS = 500
+
+
+class LearnOptions(SelectOptions, total=False):
+    """The options of `learn`: those of `select`, and the fields of `Settings`."""
+
+    objective: str | Objective
+    match: Match
+    features: str | Sequence[str] | None
+    start: str | ScoreFunction | MaskSet
+    alpha: float
+    temperature: float | tuple[float, float]
+    hard: bool
+    final: Final
+    lr: float
+    betas: tuple[float, float]
+    weight_decay: float
+    schedule: Literal["cosine", "constant", "paper"]
+    steps: int | None
+    epochs: float | None
+    minutes: float | None
+    accumulate: int
+    seed: int
 
 
 @dataclass(frozen=True)
@@ -43,10 +65,22 @@ class Settings:
         budgets = [name for name in ("steps", "epochs", "minutes") if getattr(self, name) is not None]
         if len(budgets) > 1:
             raise ModelError(f"give one budget, not {' and '.join(budgets)}")
+        numbers = ("alpha", "lr", "weight_decay", "accumulate", *budgets)
+        if bad := [name for name in numbers if not isinstance(getattr(self, name), int | float)]:
+            raise ModelError(f"{listed(bad)} must be numbers")
         positive = [*budgets, "accumulate", "lr"]
         if bad := [name for name in positive if not getattr(self, name) > 0]:
             raise ModelError(f"{listed(bad)} must be positive")
-        if len(self.temperatures) != 2 or min(self.temperatures) <= 0:
+        if bad := [name for name in ("alpha", "weight_decay") if not getattr(self, name) >= 0]:
+            raise ModelError(f"{listed(bad)} must not be negative")
+        if bad := [
+            name for name in ("steps", "accumulate") if getattr(self, name) not in (None, int(getattr(self, name) or 0))
+        ]:
+            raise ModelError(f"{listed(bad)} must be whole numbers")
+        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
+            raise ModelError(f"betas={self.betas}: two numbers from 0 up to, but not including, 1")
+        fine = all(isinstance(value, int | float) and value > 0 for value in self.temperatures)
+        if len(self.temperatures) != 2 or not fine:
             raise ModelError(
                 f"temperature {self.temperature}: a positive number, or one for the start and one for the end"
             )

@@ -15,10 +15,10 @@ from halve.find.learner import Learner
 
 
 class Estimate(NamedTuple):
-    """What a run will take; seconds are None where its length is not known."""
+    """What a run will take; steps are None where minutes are given."""
 
     seconds_per_step: float
-    seconds: float | None
+    seconds: float
     peak_bytes: int
     steps: int | None
 

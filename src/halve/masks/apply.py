@@ -48,6 +48,10 @@ def apply(model: nn.Module, masks: MaskSet, *, changed: Changed = "warn") -> nn.
 
 def check_fit(model: nn.Module, masks: MaskSet) -> dict[str, Tensor]:
     """The weights that the masks belong to, by layer name; raises where a mask has no layer it fits."""
+    if not isinstance(masks, MaskSet):
+        raise MaskError(
+            f"masks must be a MaskSet, from halve.learn, halve.prune or halve.load; got {type(masks).__name__}"
+        )
     modules = dict(model.named_modules())
     if missing := [name for name in masks if name not in modules]:
         near = difflib.get_close_matches(missing[0], modules, n=3)

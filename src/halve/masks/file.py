@@ -25,6 +25,7 @@ FORMAT = "halve.masks"
 SUFFIX = ".masks.safetensors"
 _MAX_WEIGHTS = 1 << 40
 _TEXTS = {"pattern", "kind", "order"}
+_KEYS = _TEXTS | {"shape", "groups", "pad", "shared_with", "dense", "masked"}
 
 
 def save(masks: MaskSet, path: str | Path) -> Path:
@@ -44,6 +45,8 @@ def load(path: str | Path) -> MaskSet:
     True
     """
     _, header, tensors = storage.read(path, [FORMAT])
+    if header.keys() != {"layers", "recipe"}:
+        raise FileError(f"{path} is damaged: its header must have exactly layers and recipe")
 
     def codes(name: str, pattern: Pattern, layout: Layout) -> Tensor:
         count = layout.rows * layout.blocks
@@ -67,7 +70,8 @@ def tensors_of(masks: MaskSet) -> dict[str, Tensor]:
     tensors = {f"statistics:{name}": value for name, value in masks.statistics.items()}
     for name, mask in masks.items():
         if mask.fingerprint is not None:
-            tensors[f"sketch:{name}"] = torch.tensor(mask.fingerprint.sketch, dtype=torch.float32)
+            both = (mask.fingerprint.sketch, mask.fingerprint.masked_sketch)
+            tensors[f"sketch:{name}"] = torch.tensor(both, dtype=torch.float32)
         if mask.layout.channel_order is not None:
             tensors[f"channel_order:{name}"] = torch.tensor(mask.layout.channel_order, dtype=torch.int32)
     return tensors
@@ -105,6 +109,8 @@ def _describe(mask: Mask) -> dict[str, Any]:
 
 
 def _rebuild(name: str, entry: Any, tensors: dict[str, Tensor], codes_of: Any) -> Mask:
+    if not isinstance(entry, dict) or entry.keys() != _KEYS:
+        raise ValueError(f"an entry must have exactly {', '.join(sorted(_KEYS))}")
     shape, groups, shared = entry["shape"], entry["groups"], entry["shared_with"]
     if not isinstance(shape, list) or not all(type(size) is int and size > 0 for size in [*shape, groups]):
         raise ValueError("shape and groups must be positive integers")
@@ -137,8 +143,8 @@ def _fingerprint(name: str, entry: Mapping[str, Any], tensors: dict[str, Tensor]
     if dense is None and masked is None:
         return None
     sketch = tensors.pop(f"sketch:{name}")
-    if sketch.dtype != torch.float32 or tuple(sketch.shape) != (SKETCH,) or not bool(sketch.isfinite().all()):
-        raise ValueError(f"the sketch must hold {SKETCH} finite 32-bit floats")
+    if sketch.dtype != torch.float32 or tuple(sketch.shape) != (2, SKETCH) or not bool(sketch.isfinite().all()):
+        raise ValueError(f"the sketch must hold 2 x {SKETCH} finite 32-bit floats")
     if not all(isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest) for digest in (dense, masked)):
         raise ValueError("digests must have 64 hexadecimal digits")
-    return Fingerprint(dense, masked, tuple(sketch.tolist()))
+    return Fingerprint(dense, masked, *(tuple(numbers) for numbers in sketch.tolist()))

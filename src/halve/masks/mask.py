@@ -51,11 +51,10 @@ class Mask:
             self._check_padding()
 
     def _check_padding(self) -> None:
-        real = self.layout.real()
-        tail = ~real.all(1)
-        wanted = real[tail].sum(1).clamp(max=self.pattern.kept)
-        places = (self.pattern.table() & real[tail][0]).sum(1)  # the same for every segment's last block
-        if not bool((places[self.stored_codes[:, tail].long()] == wanted).all()):
+        tail = ~self.layout.real().all(1)
+        wasted = wasteful(self.pattern, self.layout)[tail]
+        columns = torch.arange(len(wasted))
+        if bool(wasted[columns, self.stored_codes[:, tail].long()].any()):
             raise MaskError("a virtual column takes a kept place that a real weight could have")
 
     @classmethod
@@ -115,6 +114,17 @@ class Mask:
         )
 
     __hash__ = None  # type: ignore[assignment]
+
+
+def wasteful(pattern: Pattern, layout: Layout) -> Tensor:
+    """Codes that keep a virtual column where a real weight could be kept: bool (blocks, codes).
+
+    >>> wasteful(Pattern("2:4"), Layout("linear", (1, 3), 4, pad=True)).int().tolist()
+    [[0, 0, 1, 0, 1, 1]]
+    """
+    real = layout.real()
+    most = real.sum(1, keepdim=True).clamp(max=pattern.kept)
+    return (real.float() @ pattern.table().float().T) < most
 
 
 class MaskSet(Mapping[str, Mask]):

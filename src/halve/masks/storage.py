@@ -103,15 +103,16 @@ def read(path: str | Path, formats: Iterable[str]) -> tuple[str, dict[str, Any],
 def format_of(path: str | Path) -> str | None:
     """The `format` in a safetensors file's metadata, '' where it names none; None where it is no safetensors file."""
     path = Path(path)
-    content = read_bytes(path)
+    content = read_bytes(path, 8)
+    length = struct.unpack("<Q", content)[0] if len(content) == 8 else 0
     try:
-        return _metadata(path, content).get("format", "")
+        return _metadata(path, read_bytes(path, 8 + length)).get("format", "") if length <= MAX_HEADER else None
     except FileError:
         return None
 
 
-def read_bytes(path: Path) -> bytes:
-    """The whole content of a regular file of a plausible size."""
+def read_bytes(path: Path, most: int | None = None) -> bytes:
+    """The content of a regular file of a plausible size, or its beginning."""
     try:
         if not path.is_file():
             raise FileError(f"{path}: no such file" if not path.exists() else f"{path} is no regular file")
@@ -119,7 +120,7 @@ def read_bytes(path: Path) -> bytes:
         if size > MAX_BYTES:
             raise FileError(f"{path} has {size:,} bytes, more than the {MAX_BYTES:,} that halve reads")
         with path.open("rb") as file:
-            return file.read(size)
+            return file.read(size if most is None else min(size, most))
     except FileError:
         raise
     except (OSError, MemoryError, ValueError) as error:

@@ -17,7 +17,7 @@ _WRAPPERS = ("state_dict", "model_state_dict", "model", "model_state", "weights"
 
 
 def load_state(path: str | Path) -> dict[str, Tensor]:
-    """The state dict in a .safetensors file (packed ones too) or a PyTorch file, without a 'module.' prefix."""
+    """The state dict in a .safetensors file (packed ones too) or a PyTorch file."""
     path = Path(path)
     kind = storage.format_of(path)
     if kind == packed.FORMAT:
@@ -39,15 +39,23 @@ def load_state(path: str | Path) -> dict[str, Tensor]:
             state = state[key]
     if not isinstance(state, Mapping) or not state or not all(isinstance(v, Tensor) for v in state.values()):
         raise FileError(f"{path} holds no state dict: tensors by name, possibly under one of {listed(_WRAPPERS)}")
-    for prefix in ("module.", "_orig_mod."):  # left by DDP and by torch.compile
-        if all(str(name).startswith(prefix) for name in state):
-            state = {str(name).removeprefix(prefix): value for name, value in state.items()}
-    return dict(state)
+    return {str(name): value for name, value in state.items()}
+
+
+def _without_wrappers(state: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Names without what DDP and torch.compile put before them, where the model's own names do not have it."""
+    while not own.keys() & state.keys():
+        prefix = next((p for p in ("module.", "_orig_mod.") if all(name.startswith(p) for name in state)), None)
+        if prefix is None:
+            break
+        state = {name.removeprefix(prefix): value for name, value in state.items()}
+    return state
 
 
 def load_weights_(model: nn.Module, path: str | Path) -> None:
     """Load a checkpoint into the model; every tensor must fit."""
-    state, own = load_state(path), model.state_dict()
+    own = model.state_dict()
+    state = _without_wrappers(load_state(path), own)
     missing = [name for name in own if name not in state and not name.endswith("num_batches_tracked")]
     strange = [name for name in state if name not in own]
     shapes = [

@@ -6,7 +6,7 @@ from torch import nn
 
 import halve
 from halve.errors import DataError, LearningError, ModelError
-from halve.find.budget import keep_dense
+from halve.find.drop import keep_dense
 from tests.random_masks import random
 from tests.tiny import convnet, images, labels
 from tests.untouched import untouched

@@ -1,13 +1,13 @@
 """An accuracy budget: which layers stay dense so that the masked network drops by no more than allowed."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from halve.errors import DataError, ModelError
-from halve.find.batches import Forward, iterate, labels_of
+from halve.find.batches import Forward, Progress, iterate, labels_of
 from halve.find.learner import Call
 from halve.masks.layers import clone, set_weight_, weight_of
 from halve.masks.mask import MaskSet
@@ -23,6 +23,7 @@ def keep_dense(
     metric: Metric = "agreement",
     *,
     forward: Forward | None = None,
+    progress: Progress | None = None,
 ) -> MaskSet:
     """The masks without those layers that cost most, as few as it takes to stay within the budget.
 
@@ -36,21 +37,22 @@ def keep_dense(
     True
     """
     check_budget(max_drop, metric)
-    trial = _Trial(model, masks, data, metric, forward)
-    everything = trial.drop(list(masks))
+    runs = _Runs(model, masks, data, metric, forward)
+    track = progress or (lambda items, _: items)
+    everything = runs.drop(list(masks))
     costs: dict[str, float] = {}
     dense: list[str] = []
     drop = everything
     if everything > max_drop:
-        costs = {name: trial.cost(name) for name in masks}
+        costs = {name: runs.cost(name) for name in track(list(masks), "cost of each layer")}
         order = sorted(masks, key=lambda name: -costs[name])
         low, high = 1, len(order)  # the drop falls with the number of dense layers; at the last it is zero
         while low < high:
             middle = (low + high) // 2
-            low, high = (low, middle) if trial.drop(order[middle:]) <= max_drop else (middle + 1, high)
-        while low < len(order) and trial.drop(order[low:]) > max_drop:
+            low, high = (low, middle) if runs.drop(order[middle:]) <= max_drop else (middle + 1, high)
+        while low < len(order) and runs.drop(order[low:]) > max_drop:
             low += 1  # it does not fall at every single step
-        dense, drop = order[:low], trial.drop(order[low:])
+        dense, drop = order[:low], runs.drop(order[low:])
     if len(dense) == len(masks):
         raise ModelError(
             f"no layer can be masked within max_drop={max_drop}: all of them together drop by {everything:.4f}"
@@ -73,7 +75,7 @@ def check_budget(max_drop: float, metric: str) -> None:
         raise ModelError(f"max_drop={max_drop}: it is a share, from 0 to 1")
 
 
-class _Trial:
+class _Runs:
     """Runs a copy of the model with some of the masks on, over the same batches."""
 
     def __init__(self, model: nn.Module, masks: MaskSet, data: Any, metric: Metric, forward: Forward | None) -> None:
@@ -84,11 +86,11 @@ class _Trial:
             weight = weight_of(layer)
             set_weight_(layer, weight)
             self._masked[name] = mask.put_on(weight)
-        self._batches = list(iterate(data))
+        self._data = list(data) if isinstance(data, Iterator) else data  # it is run over again and again
         self._dense = self._outputs([])
         self._truth = self._dense.argmax(1)
         if metric == "top1":
-            labels = [labels_of(batch) for batch in self._batches]
+            labels = [labels_of(batch) for batch in iterate(self._data)]
             if any(label is None for label in labels):
                 raise DataError("drop_metric='top1' needs labels in drop_data; 'agreement' needs none")
             self._truth = torch.cat([label for label in labels if label is not None]).to(self._truth.device)
@@ -109,7 +111,7 @@ class _Trial:
     @torch.no_grad()
     def _outputs(self, names: Sequence[str]) -> Tensor:
         weights = {name: self._masked[name] for name in names}
-        outputs = [self._model.with_weights(weights, batch) for batch in self._batches]
+        outputs = [self._model.with_weights(weights, batch) for batch in iterate(self._data)]
         if outputs[0].dim() != 2:
             raise ModelError(
                 f"a drop needs one row of class scores per image, not {tuple(outputs[0].shape)}; pass forward="
