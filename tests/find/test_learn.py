@@ -9,7 +9,7 @@ from torch.nn.utils import parametrizations
 from torch.utils.data import DataLoader, TensorDataset
 
 import halve
-from halve.errors import DataError, LearningWarning, ModelError
+from halve.errors import DataError, LearningError, LearningWarning, ModelError
 from halve.find.loop import Report
 from halve.sources.digits import digits, train_digits
 from tests.tiny import convnet, images, labels, loader
@@ -411,3 +411,27 @@ def test_an_interrupted_run_without_a_checkpoint_says_how_it_could_be_resumed():
 def test_a_copy_of_the_model_learns_the_same():
     model = convnet()
     assert halve.learn(model, loader(), steps=3) == halve.learn(copy.deepcopy(model), loader(), steps=3)
+
+
+def test_learning_works_in_inference_mode_and_on_images_made_in_it():
+    model, plain = convnet(), halve.learn(convnet(), [images()], steps=3)
+    with torch.inference_mode():
+        made = [images() + 0]
+        assert halve.learn(model, made, steps=3) == plain
+    assert halve.learn(model, made, steps=3) == plain
+
+
+@pytest.mark.parametrize("value", [lambda views: views.output.mean(1), lambda views: "low"], ids=["vector", "text"])
+def test_an_objective_that_gives_no_number_is_named(value):
+    with pytest.raises(LearningError, match="the objective gave a"):
+        halve.learn(convnet(), [images()], steps=3, objective=value)
+
+
+def test_the_typed_options_are_the_settings_and_those_of_select():
+    import dataclasses
+
+    from halve.find.select import SelectOptions
+    from halve.find.settings import LearnOptions, Settings
+
+    fields = {field.name for field in dataclasses.fields(Settings)}
+    assert LearnOptions.__annotations__.keys() == fields | SelectOptions.__annotations__.keys()

@@ -189,3 +189,15 @@ def test_masks_of_another_model_are_refused():
     other = nn.Sequential(*[nn.ReLU()] * 10, nn.Linear(8, 8), nn.LayerNorm(8))
     with pytest.raises(MaskError, match="another model: Sequential has no layer 10"):
         halve.recalibrate(network(), halve.prune(other), images())
+
+
+def test_a_mask_that_keeps_everything_changes_no_statistic_by_a_bit():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8, eps=1e-3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 2)
+    ).eval()
+    model[1].running_mean.normal_()
+    model[1].running_var.copy_(torch.logspace(-12, 3, 8))
+    masks = halve.recalibrate(model, halve.prune(model, pattern="4:4"), torch.randn(64, 4, 8, 8))
+    assert torch.equal(masks.statistics["1.running_mean"], model[1].running_mean)
+    assert torch.equal(masks.statistics["1.running_var"], model[1].running_var)

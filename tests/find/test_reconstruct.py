@@ -154,3 +154,17 @@ def test_inputs_that_are_not_finite_are_named():
     x[0, 0, 0, 0] = float("nan")
     with pytest.raises(halve.HalveError, match="layer 0 gets NaN"):
         halve.prune(net(), "reconstruct", [x])
+
+
+def test_a_weight_that_another_kind_of_layer_shares_is_scored_all_the_same():
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.down, self.up, self.norm = nn.Conv2d(8, 8, 3), nn.ConvTranspose2d(8, 8, 3), nn.BatchNorm2d(8)
+            self.up.weight = self.down.weight
+
+        def forward(self, x):
+            return self.norm(self.up(self.down(x)))
+
+    model = Tied().eval()
+    assert halve.verify(model, halve.prune(model, "reconstruct", [correlated(8)])).ok

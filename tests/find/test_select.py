@@ -310,3 +310,17 @@ def test_the_selection_is_a_sequence_and_the_same_for_a_copy():
     assert list(selection) == list(select(copy.deepcopy(model)))
     assert selection[0] == next(iter(selection))
     assert list(selection[:2]) == list(selection)[:2]
+
+
+def test_an_empty_layer_is_left_out_and_blocks_nothing():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.ReLU())
+    model.extra = nn.Linear(8, 4)
+    model.extra.weight = nn.Parameter(torch.empty(0, 8))
+    reasons = {choice.name: choice.reason for choice in select(model)}
+    assert reasons["extra"] == "its weight is empty"
+    assert select(model).masked
+
+
+def test_what_is_no_model_is_refused():
+    with pytest.raises(ModelError, match=r"must be a torch\.nn\.Module, not a int"):
+        select(5)

@@ -1,3 +1,4 @@
+import copy
 import threading
 import warnings
 
@@ -368,3 +369,48 @@ def test_asking_whether_zeros_stay_leaves_random_numbers_alone():
     before = torch.get_rng_state()
     zeros_stay_zero(layer)
     assert torch.equal(torch.get_rng_state(), before)
+
+
+class Closing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 2)
+        self.through = lambda x: self.inner(x)
+
+    def forward(self, x):
+        return self.head(self.through(x))
+
+
+class Same(nn.Linear):
+    def __deepcopy__(self, memo):
+        return self
+
+
+class Shallow(nn.Linear):
+    def __deepcopy__(self, memo):
+        return copy.copy(self)
+
+
+def patched():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    original = model.forward
+    model.forward = lambda x: original(x)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (Closing(), "Closing.through is a function that holds layers"),
+        (patched(), "Sequential.forward is a function that holds layers"),
+        (nn.Sequential(Same(8, 8), nn.Linear(8, 2)), "gives parts of the model itself: 0"),
+        (nn.Sequential(Shallow(8, 8), nn.Linear(8, 2)), "gives its own tensors again"),
+    ],
+    ids=["closure", "patched forward", "itself", "shallow"],
+)
+def test_a_copy_that_would_still_use_the_model_is_refused(model, says):
+    with untouched(model), pytest.raises(ModelError, match=says):
+        clone(model)
+    with untouched(model), pytest.raises(ModelError, match=says):
+        halve.prune(model)

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import halve
-from halve.errors import ChangedWeightsWarning, FileError, HalveError, MaskError
+from halve.errors import ChangedWeightsWarning, FileError, HalveError, MaskError, ModelError
 from halve.masks import storage
 from halve.masks.layout import Layout
 from halve.masks.mask import MaskSet
@@ -294,3 +294,13 @@ def test_indices_beyond_the_block_are_refused(tmp_path):
     tensors["indices:0"] = blocks_of(0b11)
     with pytest.raises(FileError, match=r"0\.\.2"):
         unpack(storage.write(tmp_path / "x", FORMAT, header, tensors))
+
+
+def test_a_weight_that_the_state_dict_does_not_hold_cannot_be_packed(tmp_path):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    weight = model[0].weight.detach().clone()
+    del model[0].weight
+    model[0].weight = weight
+    with pytest.raises(ModelError, match="no weight of 0"):
+        halve.pack(model, halve.prune(model), tmp_path / "x.packed.safetensors")
+    assert not list(tmp_path.iterdir())

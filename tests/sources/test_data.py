@@ -184,3 +184,8 @@ def test_a_class_list_for_data_without_class_folders_is_refused(tmp_path):
     path = tar_of(tmp_path / "x.tar", {"1.png": encoded(), "1.cls": b"7"})
     with pytest.raises(DataError, match="no class folders"):
         load_data(str(path), classes_file=tmp_path / "classes.txt")
+
+
+def test_a_class_list_may_begin_with_a_mark_and_end_with_blank_lines(folder, tmp_path):
+    (tmp_path / "classes.txt").write_bytes(b"\xef\xbb\xbfdog\r\nape\r\ncat\r\n\r\n\r\n")
+    assert load_data(folder, classes_file=tmp_path / "classes.txt").classes == (1, 2, 0)

@@ -266,3 +266,11 @@ def test_a_picture_reads_its_own_bytes_only(tmp_path):
     (tmp_path / "x").write_bytes(b"0123456789")
     assert Picture(tmp_path / "x", None).read() == b"0123456789"
     assert Picture(tmp_path / "x", None, 2, 3).read() == b"234"
+
+
+def test_a_link_that_leads_back_adds_no_pictures(tmp_path):
+    folder = class_folders(tmp_path / "d")
+    before, _ = find_pictures(str(folder))
+    (tmp_path / "d" / "cat" / "loop").symlink_to("..", target_is_directory=True)
+    after, _ = find_pictures(str(folder))
+    assert len(after) == len(before)

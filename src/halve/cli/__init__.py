@@ -1,5 +1,6 @@
 """The command line: `halve COMMAND --help` shows each command with an example."""
 
+import io
 import sys
 import warnings
 from typing import Any
@@ -16,6 +17,9 @@ def main() -> None:
         note(f"warning: {message}")
 
     warnings.showwarning = show
+    for stream in (sys.stdout, sys.stderr):  # a path may hold letters that the terminal does not have
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
     try:
         app()
     except HalveError as error:

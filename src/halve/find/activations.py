@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from halve.errors import DataError
-from halve.find.batches import Forward, Progress, images_of, iterate, run
+from halve.find.batches import Forward, Progress, count_of, iterate, run
 from halve.find.select import Choice
 from halve.masks.layers import clone, kind_of, set_weight_, weight_of
 
@@ -28,6 +28,7 @@ def input_squares(
     return summed(model, choices, data, column_squares, forward, progress)
 
 
+@torch.inference_mode(False)
 def summed(
     model: nn.Module,
     choices: Sequence[Choice],
@@ -45,7 +46,7 @@ def summed(
     with _watching(copy, choices, measure, totals), torch.no_grad():
         for batch in iterate(data, progress, "activations"):
             output = run(copy, batch, forward)
-            images += len(images_of(batch)) if forward is None else len(output)
+            images += count_of(batch, output, forward)
     for name, value in totals.items():
         if not bool(value.isfinite().all()):
             raise DataError(f"layer {name} gets NaN or infinite inputs: check the images and their normalisation")

@@ -87,6 +87,11 @@ def images_of(batch: Any) -> Tensor:
     return batch
 
 
+def count_of(batch: Any, output: Tensor, forward: Forward | None) -> int:
+    """How many images a batch held; where only `forward` knows, as many as there are outputs."""
+    return len(images_of(batch)) if forward is None else len(output) if output.dim() else 1
+
+
 def labels_of(batch: Any) -> Tensor | None:
     """The labels of a batch as int64 of shape (n,), None where it has none."""
     batch = _unwrapped(batch)
@@ -129,7 +134,8 @@ def to_device(batch: Any, model: nn.Module) -> Any:
     """The batch on the model's device, floating tensors in the model's floating dtype."""
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
     if isinstance(batch, Tensor):
-        return batch.to(like.device, like.dtype if batch.is_floating_point() else None)
+        moved = batch.to(like.device, like.dtype if batch.is_floating_point() else None)
+        return moved.clone() if moved.is_inference() else moved  # autograd refuses tensors made in inference mode
     if isinstance(batch, Mapping):
         return {key: to_device(value, model) for key, value in batch.items()}
     if isinstance(batch, tuple | list):

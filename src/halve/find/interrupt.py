@@ -17,10 +17,11 @@ def deferred_interrupt() -> Iterator[Callable[[], bool]]:
     True
     """
     pressed = False
-    if threading.current_thread() is not threading.main_thread():  # only the main thread may handle signals
+    before = signal.getsignal(signal.SIGINT)
+    # Only the main thread may handle signals; a job in the background ignores them; None is a handler not of Python's.
+    if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):
         yield lambda: False
         return
-    before = signal.getsignal(signal.SIGINT)
 
     def press(number: int, frame: Any) -> None:
         nonlocal pressed

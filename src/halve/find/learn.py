@@ -31,6 +31,8 @@ from halve.masks.mask import MaskSet
 Precision = Literal["auto", "float32", "bfloat16"]
 
 
+@torch.inference_mode(False)
+@torch.enable_grad()
 def learn(
     model: nn.Module,
     data: Any,
@@ -126,8 +128,7 @@ def learn(
     feed = Feed(data, ranks.rank, ranks.count)  # last: a loader with persistent workers has one iterator for all
     reporter = Reporter(ranks, report, log)
     loop = Loop(learner, feed, settings, ranks, identity, masks_now, reporter, checkpoint, checkpoint_every)
-    with torch.enable_grad():
-        masks = loop.run(resume)
+    masks = loop.run(resume)
     if max_drop is None:
         return masks
     try:

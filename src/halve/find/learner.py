@@ -68,9 +68,12 @@ class Learner(nn.Module):
                 f"name others with features=, or compare outputs alone with match='outputs'"
             )
         loss = self.objective(Views(output, features, dense_output, dense_features, batch))
+        if not isinstance(loss, Tensor) or loss.numel() != 1:
+            got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
+            raise LearningError(f"the objective gave {got}; it must give one number, as a tensor")
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise LearningError("the objective does not depend on the masked weights: no gradient reaches the logits")
-        return loss
+        return loss.reshape(())
 
     def blame(self, batch: Any, step: int, temperature: float) -> str | None:
         """The first layer whose output is not finite on this batch, if there is one."""

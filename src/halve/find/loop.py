@@ -237,12 +237,12 @@ class Loop:
     def _dry(self) -> str:
         if self.step == 0:
             raise DataError("the data gave no batch: it is empty, or an iterator that was used up before")
+        self._save()
         warnings.warn(
             f"the data ran dry after {self.step} steps; pass what can be iterated over again, such as a DataLoader",
             LearningWarning,
             stacklevel=4,
         )
-        self._save()
         return "ran dry"
 
     def _give_up(self) -> None:

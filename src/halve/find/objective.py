@@ -53,6 +53,11 @@ def distill_outputs(views: Views) -> Tensor:
             f"outputs of shape {tuple(views.output.shape)} are no class scores to compare: "
             f"match='features' compares blocks alone, or pass an objective of your own"
         )
+    if views.output.shape != views.dense_output.shape:
+        raise ModelError(
+            f"the masked network gives outputs of shape {tuple(views.output.shape)}, the dense one "
+            f"{tuple(views.dense_output.shape)}: match='features', or a forward= whose outputs can be compared"
+        )
     ours = views.output.float().log_softmax(axis)
     theirs = views.dense_output.float().log_softmax(axis)
     return F.kl_div(ours, theirs, reduction="none", log_target=True).sum(axis).mean()

@@ -141,6 +141,8 @@ def _checked(name: str, result: Any, weight: Tensor) -> Tensor:
         raise ModelError(
             f"your score gave {shape} for layer {name}; it must give a tensor of shape {tuple(weight.shape)}"
         )
+    if result.is_complex():
+        raise ModelError(f"your score gave complex numbers for layer {name}: they have no order")
     if not bool(result.isfinite().all()):
         raise ModelError(f"your score gave NaN or infinity for layer {name}")
     return result.detach().cpu()

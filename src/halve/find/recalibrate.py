@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from halve.errors import DataError, ModelError
-from halve.find.batches import Forward, Progress, images_of, iterate, run
+from halve.find.batches import Forward, Progress, count_of, iterate, run
 from halve.masks.apply import Changed, apply
 from halve.masks.layers import clone
 from halve.masks.mask import MaskSet
@@ -42,13 +42,13 @@ def recalibrate(
     norms, before = _measuring_(sparse), _measuring_(dense)
     if not norms:
         raise ModelError(f"{type(model).__name__} has no BatchNorm with running statistics: nothing to recalibrate")
-    original = dict(model.named_buffers())
+    original = dict(model.named_buffers(remove_duplicate=False))
     images = 0
     with torch.no_grad():
         for batch in iterate(data, progress, "BatchNorm statistics"):
             output = run(sparse, batch, forward)
             run(dense, batch, forward)
-            images += len(images_of(batch)) if forward is None else len(output)
+            images += count_of(batch, output, forward)
     statistics: dict[str, Tensor] = {}
     for name, norm in norms.items():
         if int(norm.num_batches_tracked or 0) == 0:
@@ -58,7 +58,7 @@ def recalibrate(
         eps = norm.eps
         ratio = (_of(norm, "running_var") + eps) / (_of(before[name], "running_var") + eps)
         statistics[f"{name}.running_mean"] = mean + shift
-        statistics[f"{name}.running_var"] = ((variance + eps) * ratio - eps).clamp(min=0)
+        statistics[f"{name}.running_var"] = (variance + (variance + eps) * (ratio - 1)).clamp(min=0)
         if not all(bool(statistics[f"{name}.{key}"].isfinite().all()) for key in ("running_mean", "running_var")):
             raise DataError(f"layer {name} gets NaN or infinite inputs: check the images and their normalisation")
     return masks.with_statistics(statistics).with_recipe(recalibrated_on_images=images)

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halve.find import scores
-from halve.find.activations import column_squares, summed
+from halve.find.activations import input_squares, summed
 from halve.find.batches import Forward, Progress
 from halve.find.select import Choice
 from halve.masks.layers import kind_of, runs_as_is, weight_of
@@ -45,11 +45,16 @@ def reconstruct(
     and layers that never ran their magnitudes.
     """
     generator = torch.Generator().manual_seed(seed)
+    able = {c.name for c in choices if all(fits(model.get_submodule(name)) for name in (c.name, *c.shared_with))}
 
     def measure(module: nn.Module, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return gram(module, input, generator) if fits(module) else column_squares(module, input, *args, **kwargs)
+        return gram(module, input, generator)
 
-    totals, images = summed(model, choices, data, measure, forward, progress)
+    wide = [choice for choice in choices if choice.name not in able]
+    totals, images = summed(model, [c for c in choices if c.name in able], data, measure, forward, progress)
+    if wide:
+        squares, images = input_squares(model, wide, data, forward, progress)
+        totals |= squares
     found = {}
     track = progress or (lambda items, _: items)
     for choice in track(choices, "reconstruction"):
@@ -59,7 +64,7 @@ def reconstruct(
         weight, total = weights[name], totals.pop(name, None)
         if total is None:
             found[name] = scores.magnitude(weight)
-        elif not fits(model.get_submodule(name)):
+        elif name not in able:
             found[name] = scores.wanda(weight, total)
         else:
             start = scores.wanda(weight, squares_of(total, layout))

@@ -110,6 +110,8 @@ def select(
     1  Conv2d  8x8x3x3  2:4    along input channels
     3  Linear  2x8      dense  classifier head (also='3' masks it)
     """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"a model must be a torch.nn.Module, not a {type(model).__name__}")
     rules = pattern if isinstance(pattern, Mapping) else {"*": pattern}
     patterns = {glob: None if rule is None else Pattern(rule) for glob, rule in rules.items()}
     only, never, extra = _globs(include), _globs(exclude), _globs(also)
@@ -189,6 +191,8 @@ def _unusable(name: str, module: nn.Module, owners: Mapping[int, Sequence[str]])
     weight = weight_of(module)
     if weight.is_meta or weight.layout != torch.strided or not weight.is_floating_point():
         return f"its weight is {weight.dtype} on {weight.device.type}, {weight.layout}: no dense floating-point numbers"
+    if not weight.numel():
+        return "its weight is empty"
     first = owners[_key(module)][0]
     if first != name:
         return f"shares its weight with {first}"

@@ -66,8 +66,10 @@ class Settings:
         if len(budgets) > 1:
             raise ModelError(f"give one budget, not {' and '.join(budgets)}")
         numbers = ("alpha", "lr", "weight_decay", "accumulate", *budgets)
-        if bad := [name for name in numbers if not isinstance(getattr(self, name), int | float)]:
-            raise ModelError(f"{listed(bad)} must be numbers")
+        if bad := [name for name in numbers if not _is_number(getattr(self, name))]:
+            raise ModelError(f"{listed(bad)} must be finite numbers")
+        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**62:
+            raise ModelError(f"seed={self.seed!r}: a whole number from 0 up to 2**62")
         positive = [*budgets, "accumulate", "lr"]
         if bad := [name for name in positive if not getattr(self, name) > 0]:
             raise ModelError(f"{listed(bad)} must be positive")
@@ -79,7 +81,7 @@ class Settings:
             raise ModelError(f"{listed(bad)} must be whole numbers")
         if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
             raise ModelError(f"betas={self.betas}: two numbers from 0 up to, but not including, 1")
-        fine = all(isinstance(value, int | float) and value > 0 for value in self.temperatures)
+        fine = all(_is_number(value) and value > 0 for value in self.temperatures)
         if len(self.temperatures) != 2 or not fine:
             raise ModelError(
                 f"temperature {self.temperature}: a positive number, or one for the start and one for the end"
@@ -133,6 +135,10 @@ class Settings:
         elif callable(self.start):
             result["start"] = getattr(self.start, "__name__", "function")
         return {key: list(value) if isinstance(value, tuple) else value for key, value in result.items()}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def preset_options(name: str | None) -> dict[str, Any]:

@@ -3,7 +3,9 @@
 Nothing here writes to the model it is given, except `set_weight_`, which is for copies.
 """
 
+import contextlib
 import copy
+import types
 from typing import Any, cast
 
 import torch
@@ -12,7 +14,7 @@ from torch.nn.utils import parametrize, prune
 from torch.nn.utils.spectral_norm import SpectralNorm, remove_spectral_norm
 from torch.nn.utils.weight_norm import WeightNorm, remove_weight_norm
 
-from halve.errors import ModelError
+from halve.errors import ModelError, listed
 from halve.masks.layout import Kind
 
 _CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
@@ -109,12 +111,43 @@ def clone(model: nn.Module) -> nn.Module:
             f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}); halve works on a copy so that "
             f"your model stays as it is: take off what copy.deepcopy(model) refuses"
         ) from error
+    _check_apart(model, result)
     for module in result.modules():
         if parametrize.is_parametrized(module):  # its class belongs to it alone, and deepcopy shares it
             kind = type(module)
             body = {key: value for key, value in vars(kind).items() if key not in ("__dict__", "__weakref__")}
             module.__class__ = type(kind.__name__, kind.__bases__, body)
     return result
+
+
+def _check_apart(model: nn.Module, copied: nn.Module) -> None:
+    """Raise where the copy would still run, read or write parts of the model itself."""
+    own = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
+    tensors = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
+    what_to_do = "halve works on a copy so that your model stays as it is"
+    if shared := [own[id(module)] or type(model).__name__ for module in copied.modules() if id(module) in own]:
+        raise ModelError(
+            f"copy.deepcopy of {type(model).__name__} gives parts of the model itself: {listed(shared)}; {what_to_do}"
+        )
+    if any(id(tensor) in tensors for tensor in (*copied.parameters(), *copied.buffers())):
+        raise ModelError(f"copy.deepcopy of {type(model).__name__} gives its own tensors again; {what_to_do}")
+    for name, module in model.named_modules():
+        for attribute, value in module.__dict__.items():
+            if isinstance(value, types.FunctionType) and any(id(part) in own for part in _closed_over(value)):
+                raise ModelError(
+                    f"{name or type(model).__name__}.{attribute} is a function that holds layers of the model; a copy "
+                    f"would run the original's; {what_to_do}: make it a method, or call the layers in forward"
+                )
+
+
+def _closed_over(function: types.FunctionType) -> list[Any]:
+    """What a function carries along; bound methods count as what they are bound to."""
+    cells = []
+    for cell in function.__closure__ or ():
+        with contextlib.suppress(ValueError):  # an empty cell
+            cells.append(cell.cell_contents)
+    values = [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    return [getattr(value, "__self__", value) for value in values]
 
 
 def runs_as_is(module: nn.Module) -> bool:

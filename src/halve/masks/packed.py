@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from halve.errors import FileError, HalveError, MaskError, ModelError
+from halve.errors import FileError, HalveError, MaskError, ModelError, listed
 from halve.masks import storage
 from halve.masks.apply import Changed, apply
 from halve.masks.file import header_of, masks_from, tensors_of
@@ -70,6 +70,10 @@ def pack(
             tensors[f"indices:{layer}"] = storage.pack_bits(kept.nonzero()[:, -1], _index_bits(mask.pattern))
         else:
             tensors[f"tensor:{name}"] = value
+    if lost := [name for name in masks if f"values:{name}" not in tensors]:
+        raise ModelError(
+            f"the state dict has no weight of {listed(lost)}, so it cannot be packed: is it no parameter or buffer?"
+        )
     return storage.write(path, FORMAT, {**header_of(masks), "aliases": aliases}, tensors)
 
 

@@ -153,7 +153,7 @@ def _collate(items: Sequence[Any]) -> Any:
 
 def _classes(names: Sequence[str], file: Path, where: str) -> tuple[int, ...]:
     try:
-        lines = file.read_text().splitlines()
+        lines = file.read_text(encoding="utf-8-sig").rstrip().splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read the class list {file}: {error}") from error
     if not names:

@@ -92,7 +92,17 @@ def _in_folder(folder: Path) -> tuple[list[Picture], list[str]]:
 
 def _walk(folder: Path) -> Iterator[Path]:
     """All files below, through links too; hidden ones are somebody else's."""
-    for root, folders, files in os.walk(folder, followlinks=True):
+
+    def refuse(error: OSError) -> None:
+        raise DataError(f"cannot read {error.filename}: {error.strerror}") from error
+
+    seen = set()
+    for root, folders, files in os.walk(folder, followlinks=True, onerror=refuse):
+        status = os.stat(root)
+        if (status.st_dev, status.st_ino) in seen:  # a link that leads back
+            folders.clear()
+            continue
+        seen.add((status.st_dev, status.st_ino))
         folders[:] = [name for name in folders if not name.startswith(".")]
         yield from (Path(root) / name for name in files if not name.startswith("."))
 
