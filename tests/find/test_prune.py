@@ -168,7 +168,7 @@ def test_a_function_may_be_any_callable_and_score_with_gradients_or_integers():
 
 @pytest.mark.parametrize("score", ["wanda2", "", None, ["magnitude"]])
 def test_an_unknown_score_is_refused_with_the_known_ones(score):
-    with pytest.raises(ModelError, match="magnitude, wanda, reconstruct, random"):
+    with pytest.raises(ModelError, match="magnitude, wanda, hessian, reconstruct, random"):
         halve.prune(network(), score)
 
 

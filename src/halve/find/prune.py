@@ -10,6 +10,7 @@ from halve.errors import DataError, ModelError, listed
 from halve.find import scores
 from halve.find.activations import input_squares
 from halve.find.batches import Forward, Progress
+from halve.find.fisher import fisher_diagonal
 from halve.find.recalibrate import recalibrate as recalibrate_masks
 from halve.find.recipe import origin_of, plain_options, with_fingerprint
 from halve.find.reconstruct import reconstruct
@@ -33,9 +34,9 @@ def prune(
 ) -> MaskSet:
     """Choose masks at once, by a score: in each block the N weights with the highest score are kept.
 
-    - `score`: "magnitude", "wanda" (magnitude times input norm, needs `data`), "reconstruct" (what changes each layer's
-      outputs least, needs `data`), "random" (by `seed`), or a function of (layer name, weight) that gives scores of the
-      weight's shape.
+    - `score`: "magnitude", or with `data` "wanda" (magnitude times input norm), "hessian" (what the predictions lose) or
+      "reconstruct" (what changes each layer's outputs least), or "random" (by `seed`), or a function of (layer name,
+      weight) that gives scores of the weight's shape.
     - `data`: batches to measure inputs on, no labels needed; a DataLoader, a list, or one tensor of images.
     - `recalibrate`: also measure BatchNorm statistics on `data` with the masks on; they travel with the masks.
     - the rest are the options of `select`: pattern, include, exclude, also, order, remainder, kinds.
@@ -96,12 +97,14 @@ def score_layers(
     progress: Progress | None = None,
 ) -> tuple[dict[str, Tensor], int]:
     """Scores of the weights' shapes by layer name, and how many images they were measured on."""
-    squares: dict[str, Tensor] = {}
+    seen: dict[str, Tensor] = {}
     images = 0
     if score == "reconstruct":
         return reconstruct(model, choices, weights, data, seed=seed, forward=forward, progress=progress)
     if score == "wanda":
-        squares, images = input_squares(model, choices, data, forward, progress)
+        seen, images = input_squares(model, choices, data, forward, progress)
+    if score == "hessian":
+        seen, images = fisher_diagonal(model, choices, data, seed=seed, forward=forward, progress=progress)
     generator = torch.Generator().manual_seed(seed)
     found = {}
     for name in (choice.name for choice in choices):
@@ -110,8 +113,10 @@ def score_layers(
             found[name] = _checked(name, score(name, weight.clone()), weight)
         elif score == "random":
             found[name] = scores.random(weight, generator)
-        elif score == "wanda" and name in squares:
-            found[name] = scores.wanda(weight, squares.pop(name))
+        elif score == "wanda" and name in seen:
+            found[name] = scores.wanda(weight, seen.pop(name))
+        elif score == "hessian" and name in seen:
+            found[name] = scores.hessian(weight, seen.pop(name))
         else:  # also a layer that the data never reached
             found[name] = scores.magnitude(weight)
     return found, images

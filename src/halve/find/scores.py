@@ -6,10 +6,11 @@ from torch import Tensor
 SCORES = {
     "magnitude": "the weight's absolute value, what NVIDIA's Apex ASP does",
     "wanda": "the weight's absolute value times the norm of its inputs; needs data",
+    "hessian": "what the predictions lose without the weight, to second order; needs data and class scores",
     "reconstruct": "whatever changes the layer's outputs least, blocks weighed against each other; needs data",
     "random": "no information at all: what the other scores must beat",
 }
-NEEDS_DATA = {"wanda", "reconstruct"}
+NEEDS_DATA = {"wanda", "hessian", "reconstruct"}
 WHOLE_MASKS = {"reconstruct"}  # give 1 for kept and 0 for the rest, not a grade for each weight
 
 
@@ -34,6 +35,17 @@ def wanda(weight: Tensor, squares: Tensor) -> Tensor:
     norms = squares.sqrt().to(weight.device)
     largest = norms.max()
     return weight.abs() * norms.clamp(min=1e-6 * largest) if largest > 0 else weight.abs()
+
+
+def hessian(weight: Tensor, fisher: Tensor) -> Tensor:
+    """w^2 F: twice what removing the weight costs in the predictions, to second order and each weight on its own.
+
+    >>> hessian(torch.tensor([[2.0, 1.0]]), torch.tensor([[1.0, 9.0]])).tolist()
+    [[4.0, 9.0]]
+    """
+    sensitivity = fisher.to(weight.device)
+    largest = sensitivity.max()
+    return weight.square() * sensitivity.clamp(min=1e-12 * largest) if largest > 0 else weight.abs()
 
 
 def random(weight: Tensor, generator: torch.Generator) -> Tensor:
