@@ -3,7 +3,7 @@
 For class scores and softmax it is the Gauss-Newton approximation of the Hessian of the KL divergence from the dense
 network's own predictions, so that `w^2 F / 2` estimates what removing a weight costs. Labels are drawn from the
 predictions themselves: such gradients have zero mean and are independent across images, so the square of a whole
-batch's gradient is an unbiased estimate of the sum of the images' squares, and no image needs a backward pass of its own.
+batch's gradient is an unbiased estimate of the sum of the images' squares, and no image needs a pass of its own.
 """
 
 from collections.abc import Sequence

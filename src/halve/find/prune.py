@@ -34,7 +34,7 @@ def prune(
 ) -> MaskSet:
     """Choose masks at once, by a score: in each block the N weights with the highest score are kept.
 
-    - `score`: "magnitude", or with `data` "wanda" (magnitude times input norm), "hessian" (what the predictions lose) or
+    - `score`: "magnitude", or with `data` "wanda" (magnitude times input norm), "hessian" (what the predictions lose),
       "reconstruct" (what changes each layer's outputs least), or "random" (by `seed`), or a function of (layer name,
       weight) that gives scores of the weight's shape.
     - `data`: batches to measure inputs on, no labels needed; a DataLoader, a list, or one tensor of images.
