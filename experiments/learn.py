@@ -50,8 +50,8 @@ def main() -> None:
     for where, folder in tests.items():
         wnids = options.assets / "imagenet_wnids.txt" if folder.startswith("in") else None
         test = load_data(str(options.assets / folder), Preprocessing(), batch_size=250, classes_file=wnids)
-        learned = halve.evaluate(model, test.loader, masks, classes=test.classes)
-        largest = halve.evaluate(model, test.loader, magnitude, classes=test.classes)
+        learned = halve.evaluate(model, masks, test.loader, classes=test.classes)
+        largest = halve.evaluate(model, magnitude, test.loader, classes=test.classes)
         records.append(
             {
                 "network": options.network,

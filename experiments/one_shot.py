@@ -52,7 +52,7 @@ def measure(network: str, assets: Path) -> list[dict[str, object]]:
         wnids = assets / "imagenet_wnids.txt" if folder.startswith("in") else None
         data = load_data(str(assets / folder), Preprocessing(), batch_size=250, classes_file=wnids)
         for method, (masks, seconds) in track(found.items(), f"{network} on {where}"):
-            result = halve.evaluate(model, data.loader, masks, classes=data.classes)
+            result = halve.evaluate(model, masks, data.loader, classes=data.classes)
             records.append(
                 {
                     "network": network,

@@ -53,7 +53,7 @@ def test_every_number_is_that_of_a_plain_computation():
     model, x, y = network(), images(), labels()
     masks = halve.prune(model, pattern="1:4")
     with untouched(model):
-        result = halve.evaluate(model, batches(x, y), masks)
+        result = halve.evaluate(model, masks, batches(x, y))
     dense, sparse = outputs_of(model, x), outputs_of(halve.apply(model, masks), x)
     assert result.images == 90
     assert result.top1 == pytest.approx(top(sparse, y, 1))
@@ -67,7 +67,7 @@ def test_every_number_is_that_of_a_plain_computation():
 
 def test_without_masks_the_model_alone_is_counted():
     model, x, y = network(), images(), labels()
-    result = halve.evaluate(model, batches(x, y))
+    result = halve.evaluate(model, None, batches(x, y))
     assert result.top1 == pytest.approx(top(outputs_of(model, x), y, 1))
     assert (result.agreement, result.kl, result.dense_top1, result.dense_top5) == (None,) * 4
 
@@ -76,23 +76,23 @@ def test_dense_is_compared_with_instead_of_masks():
     model, x, y = network(), images(), labels()
     masks = halve.prune(model)
     with untouched(model):
-        assert halve.evaluate(halve.apply(model, masks), batches(x, y), dense=model) == halve.evaluate(
-            model, batches(x, y), masks
+        assert halve.evaluate(halve.apply(model, masks), None, batches(x, y), dense=model) == halve.evaluate(
+            model, masks, batches(x, y)
         )
     with pytest.raises(ModelError, match="not both"):
-        halve.evaluate(model, batches(x, y), masks, dense=model)
+        halve.evaluate(model, masks, batches(x, y), dense=model)
 
 
 def test_two_models_with_different_outputs_cannot_be_compared():
     with pytest.raises(ModelError, match=r"10.*7|7.*10"):
-        halve.evaluate(network(), images(), dense=network(7))
+        halve.evaluate(network(), None, images(), dense=network(7))
 
 
 def test_without_labels_agreement_is_still_known():
     model = network()
     masks = halve.prune(model)
-    result = halve.evaluate(model, images(), masks)
-    with_labels = halve.evaluate(model, batches(images(), labels()), masks)
+    result = halve.evaluate(model, masks, images())
+    with_labels = halve.evaluate(model, masks, batches(images(), labels()))
     assert result.images == 90
     assert (result.top1, result.top5, result.dense_top1, result.dense_top5) == (None,) * 4
     assert result.agreement == with_labels.agreement
@@ -101,7 +101,7 @@ def test_without_labels_agreement_is_still_known():
 
 def test_a_mask_that_keeps_everything_changes_nothing():
     model = network()
-    result = halve.evaluate(model, batches(images(), labels()), halve.prune(model, pattern="4:4"))
+    result = halve.evaluate(model, halve.prune(model, pattern="4:4"), batches(images(), labels()))
     assert result.agreement == 1.0
     assert result.kl == 0.0
     assert (result.top1, result.top5) == (result.dense_top1, result.dense_top5)
@@ -111,8 +111,10 @@ def test_classes_map_the_datas_labels_to_the_classifiers_outputs():
     model, x, y = network(), images(), labels(classes=3)
     classes = [7, 2, 5]
     mapped = torch.tensor(classes)[y]
-    assert halve.evaluate(model, batches(x, y), classes=classes) == halve.evaluate(model, batches(x, mapped))
-    assert halve.evaluate(model, batches(x, y), classes=range(3)) == halve.evaluate(model, batches(x, y))
+    assert halve.evaluate(model, None, batches(x, y), classes=classes) == halve.evaluate(
+        model, None, batches(x, mapped)
+    )
+    assert halve.evaluate(model, None, batches(x, y), classes=range(3)) == halve.evaluate(model, None, batches(x, y))
 
 
 @pytest.mark.parametrize("bad", [-1, 10])
@@ -121,38 +123,38 @@ def test_labels_outside_the_classifier_are_refused(bad):
     y[50] = bad
     low, high = int(y[40:80].min()), int(y[40:80].max())
     with pytest.raises(DataError, match=f"labels from {low} to {high} in batch 1.*10 outputs.*classes="):
-        halve.evaluate(network(), batches(images(), y))
+        halve.evaluate(network(), None, batches(images(), y))
 
 
 def test_labels_outside_classes_and_classes_outside_the_classifier_are_refused():
     data = batches(images(), labels(classes=3))
     with pytest.raises(DataError, match="classes= lists 2"):
-        halve.evaluate(network(), data, classes=[0, 1])
+        halve.evaluate(network(), None, data, classes=[0, 1])
     for classes in ([0, 1, 10], [-1, 0, 1]):
         with pytest.raises(DataError, match="outputs from 0 to 9"):
-            halve.evaluate(network(), data, classes=classes)
+            halve.evaluate(network(), None, data, classes=classes)
 
 
 def test_a_class_that_is_no_integer_is_refused():
     with pytest.raises(DataError, match="classes="):
-        halve.evaluate(network(), batches(images(), labels(classes=3)), classes=[0.5, 1.5, 2.5])
+        halve.evaluate(network(), None, batches(images(), labels(classes=3)), classes=[0.5, 1.5, 2.5])
 
 
 def test_labels_for_some_batches_only_are_refused():
     data = [(images(40), labels(40)), images(50)]
     with pytest.raises(DataError, match="only 40 of 90 images have labels"):
-        halve.evaluate(network(), data)
+        halve.evaluate(network(), None, data)
 
 
 def test_as_many_labels_as_outputs_are_needed():
     with pytest.raises(DataError, match="batch 0 has 3 labels for 5 outputs"):
-        halve.evaluate(network(), [(images(5), labels(3))])
+        halve.evaluate(network(), None, [(images(5), labels(3))])
 
 
 @pytest.mark.parametrize("classes", [2, 4])
 def test_under_five_classes_there_is_no_top5(classes):
     model = network(classes)
-    result = halve.evaluate(model, batches(images(), labels(classes=classes)), halve.prune(model))
+    result = halve.evaluate(model, halve.prune(model), batches(images(), labels(classes=classes)))
     assert result.top5 is None
     assert result.dense_top5 is None
     assert result.top1 is not None
@@ -160,7 +162,7 @@ def test_under_five_classes_there_is_no_top5(classes):
 
 
 def test_with_five_classes_top5_is_everything():
-    assert halve.evaluate(network(5), batches(images(), labels(classes=5))).top5 == 1.0
+    assert halve.evaluate(network(5), None, batches(images(), labels(classes=5))).top5 == 1.0
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
@@ -168,12 +170,12 @@ def test_outputs_that_are_not_finite_are_refused_with_the_batch(bad):
     model, x = network(), images()
     x[45] = bad
     with untouched(model), pytest.raises(DataError, match="the masked model gave NaN or infinity for batch 1"):
-        halve.evaluate(model, x.split(40), halve.prune(model))
+        halve.evaluate(model, halve.prune(model), x.split(40))
     broken = network()
     with torch.no_grad():
         broken[5].bias[0] = bad
     with pytest.raises(DataError, match="the dense model gave NaN or infinity for batch 0"):
-        halve.evaluate(model, images(), dense=broken)
+        halve.evaluate(model, None, images(), dense=broken)
 
 
 def test_outputs_in_a_dict_or_tuple_are_found():
@@ -186,25 +188,25 @@ def test_outputs_in_a_dict_or_tuple_are_found():
             return {"logits": self.inner(x), "aux": x} if self.kind is dict else (self.inner(x), x)
 
     data = batches(images(), labels())
-    expected = halve.evaluate(network(), data)
+    expected = halve.evaluate(network(), None, data)
     for kind in (dict, tuple):
-        assert halve.evaluate(Wrapped(network(), kind), data) == expected
+        assert halve.evaluate(Wrapped(network(), kind), None, data) == expected
 
 
 def test_outputs_that_are_no_rows_of_scores_are_refused_and_forward_can_reduce_them():
     model = nn.Sequential(nn.Conv2d(4, 8, 1), nn.BatchNorm2d(8))
     x = torch.randn(3, 4, 5, 5, generator=torch.Generator().manual_seed(0))
     with pytest.raises(ModelError, match=r"\(3, 8, 5, 5\); pass forward="):
-        halve.evaluate(model, [x])
-    result = halve.evaluate(model, [x], halve.prune(model, pattern="4:4"), forward=lambda m, b: m(b).mean((2, 3)))
+        halve.evaluate(model, None, [x])
+    result = halve.evaluate(model, halve.prune(model, pattern="4:4"), [x], forward=lambda m, b: m(b).mean((2, 3)))
     assert (result.images, result.agreement) == (3, 1.0)
 
 
 def test_forward_takes_batches_whose_second_tensor_is_no_label():
     model = network()
     pairs = [(images(), images())]
-    result = halve.evaluate(model, pairs, halve.prune(model), forward=lambda m, b: m((b[0] + b[1]) / 2))
-    assert result == halve.evaluate(model, [images()], halve.prune(model))
+    result = halve.evaluate(model, halve.prune(model), pairs, forward=lambda m, b: m((b[0] + b[1]) / 2))
+    assert result == halve.evaluate(model, halve.prune(model), [images()])
 
 
 @pytest.mark.parametrize("training", [True, False])
@@ -213,21 +215,21 @@ def test_the_model_runs_in_eval_mode_and_comes_back_as_it_was(training):
     model[1].train(not training)
     masks = halve.prune(model)
     with untouched(model):
-        result = halve.evaluate(model, data, masks)
-        alone = halve.evaluate(model, data)
+        result = halve.evaluate(model, masks, data)
+        alone = halve.evaluate(model, None, data)
         with pytest.raises(DataError):
-            halve.evaluate(model, [torch.zeros(2, 3)], masks)
+            halve.evaluate(model, masks, [torch.zeros(2, 3)])
         with pytest.raises(DataError):
-            halve.evaluate(model, [], masks)
-    assert result == halve.evaluate(network(), data, masks)
-    assert alone == halve.evaluate(network(), data)
+            halve.evaluate(model, masks, [])
+    assert result == halve.evaluate(network(), masks, data)
+    assert alone == halve.evaluate(network(), None, data)
 
 
 def test_no_gradients_are_left_behind():
     model = network()
     model(images()).sum().backward()
     with untouched(model):
-        halve.evaluate(model, images(), halve.prune(model))
+        halve.evaluate(model, halve.prune(model), images())
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
@@ -235,8 +237,8 @@ def test_other_precisions_are_counted_too(dtype):
     model = network()
     cast = copy.deepcopy(model).to(dtype)
     data = batches(images(), labels())
-    assert halve.evaluate(cast, data).top1 == pytest.approx(halve.evaluate(model, data).top1, abs=0.05)
-    assert halve.evaluate(cast, data, halve.prune(cast, pattern="4:4")).kl == 0.0
+    assert halve.evaluate(cast, None, data).top1 == pytest.approx(halve.evaluate(model, None, data).top1, abs=0.05)
+    assert halve.evaluate(cast, halve.prune(cast, pattern="4:4"), data).kl == 0.0
 
 
 def test_progress_sees_every_batch():
@@ -247,7 +249,7 @@ def test_progress_sees_every_batch():
             seen.append(description)
             yield item
 
-    halve.evaluate(network(), batches(images(), labels()), progress=progress)
+    halve.evaluate(network(), None, batches(images(), labels()), progress=progress)
     assert seen == ["images"] * 3
 
 
@@ -257,14 +259,16 @@ def test_changed_weights_warn_raise_or_pass_as_asked():
     with torch.no_grad():
         model[0].weight += 0.1
     with pytest.warns(ChangedWeightsWarning, match="0 by about"):
-        result = halve.evaluate(model, images(), masks)
+        result = halve.evaluate(model, masks, images())
     with pytest.raises(MaskError, match="changed"):
-        halve.evaluate(model, images(), masks, changed="error")
-    assert halve.evaluate(model, images(), masks, changed="ignore") == result
+        halve.evaluate(model, masks, images(), changed="error")
+    assert halve.evaluate(model, masks, images(), changed="ignore") == result
 
 
 def test_recalibrated_statistics_count():
     model = network()
     masks = halve.recalibrate(model, halve.prune(model), images() * 5)
-    assert halve.evaluate(model, images(), masks) == halve.evaluate(halve.apply(model, masks), images(), dense=model)
-    assert halve.evaluate(model, images(), masks) != halve.evaluate(model, images(), halve.prune(model))
+    assert halve.evaluate(model, masks, images()) == halve.evaluate(
+        halve.apply(model, masks), None, images(), dense=model
+    )
+    assert halve.evaluate(model, masks, images()) != halve.evaluate(model, halve.prune(model), images())

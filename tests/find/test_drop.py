@@ -24,7 +24,7 @@ def network():
 
 
 def drop_of(model, masks, x):
-    return 1 - halve.evaluate(model, [x], masks).agreement
+    return 1 - halve.evaluate(model, masks, [x]).agreement
 
 
 @pytest.mark.parametrize("max_drop", [0.02, 0.05, 0.15, 1.0])
@@ -52,7 +52,7 @@ def test_the_costliest_layers_are_left_dense_and_the_recipe_says_so():
     costs = {}
     for name in masks:
         alone = halve.MaskSet({name: masks[name]})
-        costs[name] = halve.evaluate(model, [x], alone).kl
+        costs[name] = halve.evaluate(model, alone, [x]).kl
     assert dense == pytest.approx({name: costs[name] for name in dense}, rel=1e-3)
     assert min(dense.values()) >= max(costs[name] for name in kept) - 1e-6
     assert json.loads(json.dumps(kept.recipe)) == kept.recipe

@@ -39,7 +39,7 @@ def test_learned_masks_beat_magnitude_by_far_and_the_loss_falls(trained, options
             report=lambda r: losses.append(r.loss) if isinstance(r, Report) else None,
             **options,
         )
-    learned, magnitude = (halve.evaluate(model, [test], m) for m in (masks, halve.prune(model)))
+    learned, magnitude = (halve.evaluate(model, m, [test]) for m in (masks, halve.prune(model)))
     assert learned.agreement > 0.8
     assert learned.agreement > magnitude.agreement + 0.3
     assert learned.kl < magnitude.kl / 5
@@ -51,7 +51,7 @@ def test_labels_can_be_learned_from(trained):
     model, _, test = trained
     data = DataLoader(TensorDataset(*digits("train").tensors), 64)
     masks = halve.learn(model, data, objective="task", steps=40)
-    assert halve.evaluate(model, [test], masks).top1 > halve.evaluate(model, [test], halve.prune(model)).top1 + 0.3
+    assert halve.evaluate(model, masks, [test]).top1 > halve.evaluate(model, halve.prune(model), [test]).top1 + 0.3
 
 
 @pytest.mark.parametrize(

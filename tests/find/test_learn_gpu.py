@@ -41,7 +41,7 @@ def test_learned_masks_beat_magnitude_by_far():
     x = digits("train").tensors[0]
     masks = halve.learn(model, x, steps=80)
     test = [digits("test").tensors]
-    learned, magnitude = (halve.evaluate(model, test, m) for m in (masks, halve.prune(model)))
+    learned, magnitude = (halve.evaluate(model, m, test) for m in (masks, halve.prune(model)))
     assert learned.agreement > 0.8
     assert learned.agreement > magnitude.agreement + 0.2
 

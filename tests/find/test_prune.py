@@ -327,7 +327,7 @@ def test_no_call_touches_the_model_or_drops_its_hooks(training):
         halve.apply(model, masks)
         halve.verify(model, masks)
         halve.recalibrate(model, masks, images())
-        halve.evaluate(model, images(), masks)
+        halve.evaluate(model, masks, images())
     calls.clear()
     model(images())
     assert calls == ["forward", "pre"]
@@ -348,7 +348,7 @@ def test_the_model_stays_as_it_is_when_forward_raises_in_the_middle():
     for call in (
         lambda: halve.prune(model, "wanda", [images(), images()], forward=fail),
         lambda: halve.recalibrate(model, halve.prune(model), [images(), images()], forward=fail),
-        lambda: halve.evaluate(model, [images(), images()], forward=fail),
+        lambda: halve.evaluate(model, None, [images(), images()], forward=fail),
     ):
         count = itertools.count()
         with untouched(model), pytest.raises(KeyboardInterrupt):

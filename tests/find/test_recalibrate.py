@@ -97,8 +97,8 @@ def test_recalibrating_again_replaces_the_statistics():
 def test_recalibration_lifts_agreement_with_the_dense_model():
     model = trained(network(), images(200))
     masks = halve.prune(model, pattern="1:4")
-    before = halve.evaluate(model, images(200), masks)
-    after = halve.evaluate(model, images(200), halve.recalibrate(model, masks, images(200)))
+    before = halve.evaluate(model, masks, images(200))
+    after = halve.evaluate(model, halve.recalibrate(model, masks, images(200)), images(200))
     assert after.agreement > before.agreement + 0.1
     assert after.kl < before.kl
 

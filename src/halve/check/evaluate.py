@@ -33,8 +33,8 @@ class Evaluation:
 
 def evaluate(
     model: nn.Module,
+    masks: MaskSet | None,
     data: Any,
-    masks: MaskSet | None = None,
     *,
     dense: nn.Module | None = None,
     classes: Sequence[int] | None = None,
@@ -42,7 +42,7 @@ def evaluate(
     progress: Progress | None = None,
     changed: Changed = "warn",
 ) -> Evaluation:
-    """Run the model, with `masks` on if given, over `data` and count.
+    """Run the model, with `masks` on (None: as it is), over `data` and count.
 
     - Batches with labels give accuracies; batches without still give agreement with the dense model, which is `model`
       itself when `masks` are given, or `dense`.
@@ -53,7 +53,7 @@ def evaluate(
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 10)).eval()
     >>> data = [(torch.randn(32, 8), torch.randint(0, 10, (32,)))]
     >>> all_kept = halve.prune(model, pattern="4:4")
-    >>> result = halve.evaluate(model, data, all_kept)
+    >>> result = halve.evaluate(model, all_kept, data)
     >>> result.agreement, result.top1 == result.dense_top1
     (1.0, True)
     """

@@ -89,8 +89,8 @@ def evaluate(
     source = opened.data(data, batch=batch, workers=workers, limit=images, classes_file=classes)
     result = halve.evaluate(
         opened.model,
-        source.loader,
         halve.load(masks) if masks is not None else None,
+        source.loader,
         classes=source.classes,
         progress=progress.track,
         changed=changed,  # type: ignore[arg-type]

@@ -51,7 +51,7 @@ def demo(
         "learned": learned,
         "learned, BatchNorm recalibrated": halve.recalibrate(model, learned, calibration),
     }
-    results = {name: halve.evaluate(model, test, masks) for name, masks in methods.items()}
+    results = {name: halve.evaluate(model, masks, test) for name, masks in methods.items()}
 
     dense_file = save_state(model.state_dict(), out / "digits.safetensors")
     mask_file = learned.save(out / "digits.masks.safetensors")
