@@ -40,7 +40,7 @@ def test_a_log_gets_the_estimate_and_a_line_now_and_then(capsys):
     assert shown.out == ""
     lines = shown.err.splitlines()
     assert lines[0] == "40 steps, about 20 s, 0.50 s each, 2.00 GB of memory"
-    assert lines[1] == "step 1 of 40: loss 0.5000, entropy 0.25, changed 12.5%, 1234 images/s, 1 min 15 s left"
+    assert lines[1] == "step 1 of 40: loss 0.5000, 1 min 15 s left, changed 12.5%, 1234 images/s, entropy 0.25"
     assert [line.split(":")[0] for line in lines[1:]] == ["step 1 of 40", "step 21 of 40", "step 40 of 40"]
 
 

@@ -13,6 +13,7 @@ from rich.progress import (
     TextColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 from rich.text import Text
 
 from halve.cli import show
@@ -36,7 +37,8 @@ class Learning:
     """What a person sees of a learning run: an estimate, then a bar on a terminal or a line now and then in a log."""
 
     def __init__(self) -> None:
-        columns = (TextColumn("learning"), BarColumn(), MofNCompleteColumn(), _Standing())
+        standing = _Standing(table_column=Column(no_wrap=True, overflow="ellipsis"))  # what matters most comes first
+        columns = (TextColumn("learning"), BarColumn(16), MofNCompleteColumn(), standing)
         self._bar = Progress(*columns, console=show.ERR, transient=True, disable=not show.ERR.is_terminal)
         self._task: TaskID | None = None
         self._told = float("-inf")
@@ -71,8 +73,8 @@ class _Standing(ProgressColumn):
 def standing(report: Report) -> str:
     """How learning stands, in one line."""
     return (
-        f"loss {report.loss:.4f}, entropy {report.entropy:.2f}, changed {report.changed:.1%}, "
-        f"{report.images_per_s:.0f} images/s, {duration(report.seconds_left)} left"
+        f"loss {report.loss:.4f}, {duration(report.seconds_left)} left, changed {report.changed:.1%}, "
+        f"{report.images_per_s:.0f} images/s, entropy {report.entropy:.2f}"
     )
 
 
