@@ -78,6 +78,7 @@ def halve(capsys, monkeypatch, tmp_path):
     """Run the command line in this process and in the test's own folder."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)  # the same commands, with and without a GPU
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
 

@@ -145,7 +145,7 @@ def test_a_full_disk_keeps_the_old_file(tmp_path, path):
             raise AssertionError("the write should have failed")
         assert halve.load(sys.argv[1]) == masks
         """
-    command = [sys.executable, "-c", textwrap.dedent(code), str(path)]
+    command = [sys.executable, "-B", "-c", textwrap.dedent(code), str(path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert path.read_bytes() == before
@@ -325,7 +325,7 @@ def test_a_small_file_takes_little_memory(tmp_path):
         halve.load(sys.argv[2])
         print(peak() - before)
         """
-    command = [sys.executable, "-c", textwrap.dedent(code), small_set().save(tmp_path / "small"), path]
+    command = [sys.executable, "-B", "-c", textwrap.dedent(code), small_set().save(tmp_path / "small"), path]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) < 500 * path.stat().st_size

@@ -33,7 +33,7 @@ def path(tmp_path):
 
 def run(script, *arguments):
     """Run a script in a process of its own; its assertions are ours."""
-    command = [sys.executable, "-c", textwrap.dedent(script), *map(str, arguments)]
+    command = [sys.executable, "-B", "-c", textwrap.dedent(script), *map(str, arguments)]
     single = {**os.environ, "OMP_NUM_THREADS": "1"}  # a forked child cannot use its parent's threads
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=single)
     assert done.returncode == 0, done.stderr
