@@ -24,18 +24,24 @@ _OUTPUTS = ("logits", "out", "output", "outputs", "pred", "predictions")
 _SPLIT = 64
 
 
-def iterate(data: Any, progress: Progress | None = None, what: str = "batches") -> Iterator[Any]:
-    """The batches of `data`; a single tensor is cut into batches of 64. Raises `DataError` when there are none.
+def as_batches(data: Any) -> Iterable[Any]:
+    """The data as something that gives batches; a single tensor is cut into batches of 64.
 
-    >>> [len(batch) for batch in iterate(torch.zeros(100, 3, 8, 8))]
+    >>> [len(batch) for batch in as_batches(torch.zeros(100, 3, 8, 8))]
     [64, 36]
     """
     if isinstance(data, Tensor):
-        data = torch.split(data, _SPLIT)
+        return torch.split(data, _SPLIT)
     if not isinstance(data, Iterable):
         raise DataError(f"data must give batches when iterated over, like a DataLoader; got {type(data).__name__}")
+    return data
+
+
+def iterate(data: Any, progress: Progress | None = None, what: str = "batches") -> Iterator[Any]:
+    """The batches of `data`, one after another. Raises `DataError` when there are none."""
+    batches = as_batches(data)
     empty = True
-    for batch in progress(data, what) if progress else data:
+    for batch in progress(batches, what) if progress else batches:
         empty = False
         yield batch
     if empty:

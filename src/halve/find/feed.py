@@ -3,33 +3,22 @@
 from collections.abc import Iterator, Sized
 from typing import Any
 
-import torch
-from torch import Tensor
-
-from halve.errors import DataError
-
-_SPLIT = 64
+from halve.find.batches import as_batches
 
 
 class Feed:
     """`next()` gives the next batch of this rank; raises `StopIteration` when the data runs dry.
 
+    >>> import torch
     >>> feed = Feed(torch.zeros(100, 3, 8, 8))
     >>> [len(feed.next()) for _ in range(3)], feed.epoch
     ([64, 36, 64], 1)
     """
 
     def __init__(self, data: Any, rank: int = 0, ranks: int = 1) -> None:
-        if isinstance(data, Tensor):
-            data = torch.split(data, _SPLIT)
-        try:
-            self._batches: Iterator[Any] = iter(data)
-        except TypeError as error:
-            raise DataError(
-                f"data must give batches when iterated over, like a DataLoader; got {type(data).__name__}"
-            ) from error
-        self._data, self._rank, self._ranks = data, rank, ranks
-        self.again = self._batches is not data  # whether a second pass gives batches again
+        self._data, self._rank, self._ranks = as_batches(data), rank, ranks
+        self._batches: Iterator[Any] = iter(self._data)
+        self.again = self._batches is not self._data  # whether a second pass gives batches again
         self.epoch = self.taken = 0
         self._gave = False  # whether this pass over the data gave anything
 

@@ -14,22 +14,9 @@ from torch import nn
 
 from halve.masks.layers import clone, kind_of
 
-_PASSING = {
-    *(
-        "flatten",
-        "view",
-        "reshape",
-        "squeeze",
-        "unsqueeze",
-        "permute",
-        "transpose",
-        "contiguous",
-        "mean",
-        "sum",
-        "float",
-    ),
-    *("softmax", "log_softmax", "sigmoid", "relu", "dropout", "interpolate", "adaptive_avg_pool2d", "avg_pool2d"),
-}
+_RESHAPING = "flatten view reshape squeeze unsqueeze permute transpose contiguous float mean sum"
+_WEIGHTLESS = "softmax log_softmax sigmoid relu dropout interpolate adaptive_avg_pool2d avg_pool2d"
+_PASSING = {*_RESHAPING.split(), *_WEIGHTLESS.split()}
 
 
 def find_heads(model: nn.Module) -> set[str]:
