@@ -1,5 +1,7 @@
 """Is a model what its masks say: legal, eligible for sparse hardware, unchanged since the masks were made?"""
 
+import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal, Unpack
 
@@ -8,14 +10,15 @@ from torch import Tensor, nn
 from halve.check.hardware import eligibility
 from halve.errors import MaskError
 from halve.find.select import SelectOptions, select
-from halve.masks.apply import check_fit, updates_of
+from halve.masks.apply import check_fit, is_unchanged, updates_of
 from halve.masks.fingerprint import digest
 from halve.masks.layers import weight_of
-from halve.masks.layout import Layout
+from halve.masks.layout import Layout, plain
 from halve.masks.mask import Mask, MaskSet
+from halve.masks.moves import fits, moved_back
 from halve.masks.pattern import Pattern
 
-State = Literal["dense", "masked", "changed", "unknown"]
+State = Literal["dense", "masked", "moved", "changed", "unknown"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +26,8 @@ class LayerCheck:
     """What is true of one layer.
 
     `state` compares the weight with what the mask was made for: the same "dense" weight, that weight already "masked",
-    "changed" (then `update` is about how much, relatively), or "unknown" where nothing was recorded.
+    the same with its channels "moved", "changed" (then `update` is about how much, relatively), or "unknown" where
+    nothing was recorded.
     """
 
     name: str
@@ -68,7 +72,8 @@ def verify(model: nn.Module, masks: MaskSet | None = None, **selection: Unpack[S
 
     Without masks: check that the weights themselves are N:M sparse in every layer that `select` with these options
     would mask. The outcome has `.ok`, `.failures` and one entry per layer in `.layers`. Raises `MaskError` where the
-    masks belong to another model.
+    masks belong to another model. Masks with a channel order are checked in that order; a model whose channels were
+    moved by `apply(permute=True)` is recognised.
 
     >>> import halve
     >>> model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2))
@@ -81,7 +86,14 @@ def verify(model: nn.Module, masks: MaskSet | None = None, **selection: Unpack[S
             raise MaskError(f"verify takes masks or options of select, not both (got {', '.join(selection)})")
         weights = check_fit(model, masks)
         updates = updates_of(weights, masks)
-        checks = [_check_mask(name, mask, weights[name], updates.get(name)) for name, mask in masks.items()]
+        moves = masks.moves
+        checks = []
+        for name, mask in masks.items():
+            dims = moves.get(f"{name}.weight".lstrip("."), {})
+            if name in updates and is_moved(weights[name], mask, dims):
+                checks.append(_check_moved(name, mask, weights[name]))
+            else:
+                checks.append(_check_mask(name, mask, weights[name], updates.get(name)))
     else:
         chosen = select(model, **selection).masked
         checks = [
@@ -103,8 +115,18 @@ def _check_mask(name: str, mask: Mask, weight: Tensor, update: float | None) -> 
         failure = f"the mask keeps more than {mask.pattern}"
     elif (failure := _not_finite(weight)) is None and update is not None:
         failure = f"its weight changed by about {100 * update:.2g} % since the mask was made"
-    able = eligibility(mask.layout.kind, mask.layout.groups, kept)
+    in_order = plain(mask.layout).from_blocks(mask.pattern.decode(mask.stored_codes))  # as apply(permute=True) lays it
+    able = eligibility(mask.layout.kind, mask.layout.groups, in_order)
     return LayerCheck(name, mask.pattern, legal, state, update, able.tensorrt, able.tensor_cores, failure)
+
+
+def is_moved(weight: Tensor, mask: Mask, dims: Mapping[int, tuple[int, ...]]) -> bool:
+    """Whether the weight is the one that the mask was made for, with its channels moved."""
+    return bool(dims) and fits(weight, dims) and is_unchanged(moved_back(weight, dims), mask)
+
+
+def _check_moved(name: str, mask: Mask, weight: Tensor) -> LayerCheck:
+    return dataclasses.replace(_check_weight(name, mask.pattern, plain(mask.layout), weight), state="moved")
 
 
 def _check_weight(name: str, pattern: Pattern, layout: Layout, weight: Tensor) -> LayerCheck:

@@ -58,6 +58,8 @@ def prune(
     recalibrate: Annotated[
         bool, typer.Option(help="Measure BatchNorm statistics on --data; they go into the mask file.")
     ] = False,
+    permute: o.Permute = False,
+    permute_seconds: o.PermuteSeconds = 120.0,
     out: o.OptionalOut = None,
     pattern: o.PatternOption = None,
     include: o.Include = None,
@@ -93,14 +95,21 @@ def prune(
         score,
         batches,
         recalibrate=recalibrate,
+        permute=permute,
+        permute_seconds=permute_seconds,
+        example=opened.example() if permute and batches is None else None,
         seed=seed,
         progress=progress.track,
         **o.selection(pattern, include, exclude, also, order, remainder),
     ).with_recipe(source=opened.source.spec, weights=opened.source.weights, data=data)
     masks.save(path)
+    permuted = masks.recipe["permute"]
     if json:
-        show.as_json({"file": str(path), "layers": len(masks), "weights": masks.weights, "density": masks.density})
+        told = {"file": str(path), "layers": len(masks), "weights": masks.weights, "density": masks.density}
+        show.as_json(told | ({"permute": permuted} if permuted else {}))
         return
+    if permuted:
+        show.permuted(permuted)
     show.say(
         f"{path}: {len(masks)} layers, {masks.weights:,} weights, {show.percent(masks.density, 1)} kept, "
         f"{show.size(path.stat().st_size)} on disk"

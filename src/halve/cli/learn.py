@@ -37,6 +37,8 @@ def learn(
     accumulate: Annotated[int, typer.Option(help="Batches per step.")] = 1,
     preset: Annotated[str | None, typer.Option(help="'paper': the paper's own recipe; needs labels.")] = None,
     classes: o.Classes = None,
+    permute: o.Permute = False,
+    permute_seconds: o.PermuteSeconds = 120.0,
     recalibrate: Annotated[bool, typer.Option(help="Afterwards also measure BatchNorm statistics on --data.")] = False,
     max_drop: Annotated[
         float | None, typer.Option(help="Leave the costliest layers dense until no more is lost.")
@@ -126,6 +128,8 @@ def learn(
                 trackers=tracker or (),
                 report=bar,
                 progress=progress.track,
+                permute=permute,
+                permute_seconds=permute_seconds,
                 max_drop=max_drop,
                 drop_data=drop,
                 drop_metric=drop_metric,  # type: ignore[arg-type]
@@ -157,12 +161,14 @@ def learn(
 def _tell(masks: halve.MaskSet, path: Path, json: bool) -> None:
     recipe = masks.recipe
     if json:
-        told = ("steps_done", "seconds", "ended", "drop", "left_dense")
-        about = {key: recipe[key] for key in told if key in recipe}
+        told = ("steps_done", "seconds", "ended", "permute", "drop", "left_dense")
+        about = {key: recipe[key] for key in told if recipe.get(key) is not None}
         show.as_json(
             {"file": str(path), "layers": len(masks), "weights": masks.weights, "density": masks.density} | about
         )
         return
+    if recipe["permute"]:
+        show.permuted(recipe["permute"])
     show.say(
         f"{path}: {len(masks)} layers, {masks.weights:,} weights, {show.percent(masks.density, 1)} kept, "
         f"{show.size(path.stat().st_size)} on disk; {recipe['steps_done']} steps in {recipe['seconds']:.0f} s"

@@ -23,6 +23,9 @@ def apply(
     masks: o.Masks,
     out: o.Out,
     weights: o.Weights = None,
+    permute: Annotated[
+        bool, typer.Option(help="Move channels so that every block lies in one piece; for masks found with --permute.")
+    ] = False,
     changed: o.Changed = "warn",
     json: o.Json = False,
 ) -> None:
@@ -32,7 +35,7 @@ def apply(
     halve apply zoo.py:net --weights net.safetensors --masks net.masks.safetensors --out sparse.safetensors
     """
     opened = o.open_model(model, weights, "cpu")
-    sparse = halve.apply(opened.model, halve.load(masks), changed=changed)  # type: ignore[arg-type]
+    sparse = halve.apply(opened.model, halve.load(masks), permute=permute, changed=changed)  # type: ignore[arg-type]
     path = save_state(sparse.state_dict(), out)
     zeros = sum(int((p == 0).sum()) for p in sparse.parameters())
     total = sum(p.numel() for p in sparse.parameters())
@@ -77,6 +80,8 @@ def inspect(
     )
     if masks.statistics:
         show.say(f"carries recalibrated statistics of {len(masks.statistics) // 2} BatchNorm layers")
+    if masks.moves:
+        show.say(f"carries channel orders: --permute moves the channels of {len(masks.moves)} tensors")
     for key, value in masks.recipe.items():
         show.say(f"  {key}: {value if isinstance(value, str) else json_.dumps(value)}")
 
@@ -144,5 +149,6 @@ def _described(path: Path, kind: str, masks: MaskSet) -> dict[str, object]:
         "density": masks.density,
         "layers": layers,
         "statistics": sorted(masks.statistics),
+        "moved": sorted(masks.moves),
         "recipe": masks.recipe,
     }

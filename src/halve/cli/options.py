@@ -59,6 +59,11 @@ Also = Annotated[
 OrderOption = Annotated[str, typer.Option("--order", help="Blocks along input 'channels', or 'flat' as in the paper.")]
 Remainder = Annotated[str, typer.Option(help="Channels that are no multiple of M: skip, pad or error.")]
 
+Permute = Annotated[
+    bool, typer.Option(help="Look for channel orders in which blocks keep more; the network's function stays.")
+]
+PermuteSeconds = Annotated[float, typer.Option(help="At most this long.")]
+
 
 @dataclass(frozen=True)
 class Opened:
@@ -71,6 +76,13 @@ class Opened:
     @property
     def model(self) -> torch.nn.Module:
         return self.source.model
+
+    def example(self) -> torch.Tensor:
+        """Two images of noise, to capture the network on where there is no data."""
+        first = next((module for module in self.model.modules() if isinstance(module, torch.nn.Conv2d)), None)
+        size = getattr(self.preprocess, "size", None) or 224
+        channels = 3 if first is None else first.in_channels
+        return torch.randn(2, channels, size, size, generator=torch.Generator().manual_seed(0)).to(self.device)
 
     def data(self, where: str, *, batch: int, workers: int | None, **options: Any) -> Data:
         if workers is None:

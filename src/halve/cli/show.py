@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rich.console import Console
@@ -12,7 +12,7 @@ from rich.text import Text
 
 _OPTIONS = (
     "accumulate|also|alpha|changed|checkpoint|classes|data|drop_data|drop_metric|dtype|epochs|exclude|features|include|"
-    "lr|match|max_drop|minutes|objective|order|pattern|precision|preset|remainder|resume|seed|start|steps|temperature"
+    "lr|match|max_drop|minutes|objective|order|pattern|permute|permute_seconds|precision|preset|remainder|resume|seed|start|steps|temperature"
 )
 OUT, ERR = Console(), Console(stderr=True)
 
@@ -82,3 +82,14 @@ def size(count: int) -> str:
         if count >= scale:
             return f"{count / scale:.2f} {unit}"
     return f"{count} B"
+
+
+def permuted(summary: Mapping[str, Any]) -> None:
+    """What reordering channels gained."""
+    kept = f"{percent(summary['kept_before'])} -> {percent(summary['kept_after'])}"
+    say(f"channel orders: {summary['layers']} layers keep more of the score, {kept} of it, in {summary['seconds']} s")
+    if not summary["finished"]:
+        note("note: the search ran out of time; --permute-seconds gives it more")
+    if summary["fixed"]:
+        name, why = next(iter(summary["fixed"].items()))
+        note(f"note: {len(summary['fixed'])} layers keep their order, such as {name}: {why}")

@@ -57,8 +57,7 @@ def keep_dense(
         raise ModelError(
             f"no layer can be masked within max_drop={max_drop}: all of them together drop by {everything:.4f}"
         )
-    kept = MaskSet({name: mask for name, mask in masks.items() if name not in dense}, masks.statistics, masks.recipe)
-    return kept.with_recipe(
+    return masks.without(dense).with_recipe(
         max_drop=max_drop,
         drop_metric=metric,
         drop_before=everything,

@@ -1,5 +1,7 @@
 """Learn masks by gradient descent on logits over the codes of every block; the weights are frozen."""
 
+import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Unpack
@@ -17,7 +19,8 @@ from halve.find.frozen import frozen as frozen_copy
 from halve.find.learner import Learner
 from halve.find.loop import Loop
 from halve.find.objective import find_blocks, named_blocks, objective_named
-from halve.find.prune import check_something_masked, finite_weight, score_layers
+from halve.find.permute import SECONDS, Permutation
+from halve.find.prune import check_something_masked, finite_weight, reordered, score_layers
 from halve.find.ranks import Ranks
 from halve.find.recipe import origin_of, plain_options, with_fingerprint
 from halve.find.reporting import Report, Reporter
@@ -26,7 +29,9 @@ from halve.find.select import Choice, select
 from halve.find.settings import LearnOptions, Settings, preset_options, split_options
 from halve.find.trial import Estimate
 from halve.masks.fingerprint import digest
+from halve.masks.layout import plain
 from halve.masks.mask import MaskSet
+from halve.masks.moves import Moves
 
 Precision = Literal["auto", "float32", "bfloat16"]
 
@@ -47,6 +52,9 @@ def learn(
     trackers: Sequence[Any] = (),
     report: Callable[[Estimate | Report], None] | None = None,
     progress: Progress | None = None,
+    permute: bool = False,
+    permute_seconds: float = SECONDS,
+    example: Any = None,
     max_drop: float | None = None,
     drop_data: Any = None,
     drop_metric: Metric = "agreement",
@@ -62,6 +70,8 @@ def learn(
     - `start`: "magnitude" or another score, with sharpness `alpha` (8); a MaskSet to go on from; "glorot" for random.
     - `temperature` (1.0, or a pair for a schedule), `hard` samples, `final` "argmax" or "sample", `seed`.
     - `lr` (0.1), `betas`, `weight_decay`, `schedule` ("cosine", "constant"), for AdamW.
+    - `permute`: first look for channel orders in which blocks keep more, for at most `permute_seconds`; see `prune`.
+      Masks to start from bring their own orders.
     - `preset="paper"`: the paper's recipe.
     - the options of `select`: pattern, include, exclude, also, order, remainder, kinds.
     - `max_drop` with `drop_data`: leave the costliest layers dense until agreement (`drop_metric`, or "top1") falls by
@@ -91,7 +101,15 @@ def learn(
     frozen = frozen_copy(model, chosen.masked).to(ranks.device)
     if ranks.device.type == "cuda":
         channels_last_(frozen)
-    sampler = _started(model, chosen.masked, weights, settings, data, forward, progress).to(ranks.device)
+    search = None
+    if permute:
+        score = "magnitude" if isinstance(settings.start, MaskSet | str) else settings.start
+        score = settings.start if isinstance(settings.start, str) and settings.start in scores.SCORES else score
+        search = functools.partial(
+            reordered, model, chosen.masked, weights, score, data, example, permute_seconds, seed=settings.seed
+        )
+    choices, moves, permuted = ranks.agree(_ordered(chosen.masked, settings.start, search, forward, progress))
+    sampler = _started(model, choices, weights, settings, data, forward, progress).to(ranks.device)
     if settings.features is not None:
         blocks = named_blocks(frozen, settings.features)
     else:
@@ -110,7 +128,7 @@ def learn(
     )
     identity = {
         "settings": settings.described(),
-        "layers": {c.name: [str(c.pattern), *_layout_of(c)] for c in chosen.masked},
+        "layers": {c.name: [str(c.pattern), *_layout_of(c)] for c in choices},
         "weights": {name: digest(weight) for name, weight in weights.items()},
         "ranks": ranks.count,
     }
@@ -119,11 +137,10 @@ def learn(
         shared = {choice.name: choice.shared_with for choice in chosen.masked}
         found = sampler.masks(settings.final, settings.seed)
         masks = {name: with_fingerprint(mask, weights[name], shared[name]) for name, mask in found.items()}
-        made = {"method": "learn", **settings.described(), "preset": preset, "blocks": blocks}
+        made = {"method": "learn", **settings.described(), "preset": preset, "blocks": blocks, "permute": permuted}
         where_made = {"selection": plain_options(where)}
-        return MaskSet(
-            {c.name: masks[c.name] for c in chosen.masked}, recipe=made | where_made | recipe | origin_of(model)
-        )
+        told = made | where_made | recipe | origin_of(model)
+        return MaskSet({choice.name: masks[choice.name] for choice in choices}, recipe=told, moves=moves)
 
     feed = Feed(data, ranks.rank, ranks.count)  # last: a loader with persistent workers has one iterator for all
     reporter = Reporter(ranks, report, log)
@@ -181,13 +198,39 @@ def _scores_of(masks: MaskSet, choices: Sequence[Choice], weights: dict[str, Ten
     return result
 
 
+def _ordered(
+    choices: Sequence[Choice],
+    start: Any,
+    search: Callable[..., Permutation] | None,
+    forward: Forward | None,
+    progress: Progress | None,
+) -> tuple[Sequence[Choice], Moves, dict[str, Any] | None]:
+    """The choices with their channel orders, searched for or those of the masks to start from; moves; summary."""
+    if search is not None:
+        if isinstance(start, MaskSet):
+            raise ModelError("permute=True and start=masks: masks to start from bring their own channel orders")
+        found = search(forward=forward, progress=progress)
+        return found.choices, found.moves, found.summary
+    if not isinstance(start, MaskSet):
+        return choices, {}, None
+    layouts = {name: mask.layout for name, mask in start.items()}
+    result = [
+        dataclasses.replace(choice, layout=layouts[choice.name])
+        if choice.name in layouts and plain(layouts[choice.name]) == choice.layout
+        else choice
+        for choice in choices
+    ]
+    return result, start.moves, start.recipe.get("permute")
+
+
 def _sees_features(settings: Settings) -> bool:
     return callable(settings.objective) or (settings.objective == "distill" and settings.match != "outputs")
 
 
 def _layout_of(choice: Choice) -> tuple[Any, ...]:
     assert choice.layout is not None
-    return choice.layout.order, choice.layout.pad, list(choice.layout.shape)
+    order = choice.layout.channel_order
+    return choice.layout.order, choice.layout.pad, list(choice.layout.shape), order and hash(order)
 
 
 def _autocast(precision: Precision, device: torch.device) -> torch.dtype | None:

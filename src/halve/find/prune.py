@@ -1,6 +1,6 @@
 """Masks from one-shot scores."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from halve.errors import DataError, ModelError, listed
 from halve.find import scores
 from halve.find.activations import input_squares
-from halve.find.batches import Forward, Progress
+from halve.find.batches import Forward, Progress, images_of, iterate, to_device
 from halve.find.fisher import fisher_diagonal
+from halve.find.permute import SECONDS, Permutation
+from halve.find.permute import permute as find_orders
 from halve.find.recalibrate import recalibrate as recalibrate_masks
 from halve.find.recipe import origin_of, plain_options, with_fingerprint
 from halve.find.reconstruct import reconstruct
@@ -27,6 +29,9 @@ def prune(
     data: Any = None,
     *,
     recalibrate: bool = False,
+    permute: bool = False,
+    permute_seconds: float = SECONDS,
+    example: Any = None,
     seed: int = 0,
     forward: Forward | None = None,
     progress: Progress | None = None,
@@ -39,6 +44,9 @@ def prune(
       weight) that gives scores of the weight's shape.
     - `data`: batches to measure inputs on, no labels needed; a DataLoader, a list, or one tensor of images.
     - `recalibrate`: also measure BatchNorm statistics on `data` with the masks on; they travel with the masks.
+    - `permute`: look for channel orders in which blocks keep more of the score, for at most `permute_seconds`. The
+      network's structure is captured on an `example` (a batch of images of any content; the first of `data` if there is
+      one). Masks still refer to the checkpoint as it is; `apply(permute=True)` moves the channels.
     - the rest are the options of `select`: pattern, include, exclude, also, order, remainder, kinds.
 
     The model stays as it is. `halve.apply(model, masks)` gives a masked copy.
@@ -54,25 +62,70 @@ def prune(
     chosen = select(model, **selection)
     check_something_masked(chosen)
     weights = {choice.name: finite_weight(choice.name, model) for choice in chosen.masked}
-    found, images = score_layers(
-        model, chosen.masked, weights, score, data, seed=seed, forward=forward, progress=progress
-    )
+    data = list(data) if permute and isinstance(data, Iterator) else data  # it is run over more than once
+    choices: Sequence[Choice] = chosen.masked
+    permutation = None
+    if permute:
+        permutation = reordered(
+            model,
+            choices,
+            weights,
+            score,
+            data,
+            example,
+            permute_seconds,
+            seed=seed,
+            forward=forward,
+            progress=progress,
+        )
+        choices = permutation.choices
+    found, images = score_layers(model, choices, weights, score, data, seed=seed, forward=forward, progress=progress)
     recipe = {
         "method": "prune",
         "score": score if isinstance(score, str) else getattr(score, "__name__", "function"),
         "images": images,
         "seed": seed,
         "selection": plain_options(selection),
+        "permute": None if permutation is None else permutation.summary,
     }
     track = progress or (lambda items, _: items)
     masks = {}
-    for choice in track(chosen.masked, "layers"):
+    for choice in track(choices, "layers"):
         assert choice.pattern is not None
         assert choice.layout is not None
         mask = Mask.from_scores(choice.pattern, choice.layout, found.pop(choice.name))
         masks[choice.name] = with_fingerprint(mask, weights[choice.name], choice.shared_with)
-    result = MaskSet(masks, recipe=recipe | origin_of(model))
+    result = MaskSet(masks, recipe=recipe | origin_of(model), moves=permutation.moves if permutation else None)
     return recalibrate_masks(model, result, data, forward=forward, progress=progress) if recalibrate else result
+
+
+def reordered(
+    model: nn.Module,
+    choices: Sequence[Choice],
+    weights: Mapping[str, Tensor],
+    score: str | ScoreFunction,
+    data: Any,
+    example: Any,
+    seconds: float,
+    *,
+    seed: int = 0,
+    forward: Forward | None = None,
+    progress: Progress | None = None,
+) -> Permutation:
+    """Channel orders in which the layers keep more of a score."""
+    if example is None and data is not None:
+        example = next(iterate(data))
+    if example is None:
+        raise DataError(
+            "permute=True needs an example to capture the network on: pass example= a batch of images, of any content"
+        )
+    example = to_device(example if forward is not None else images_of(example), model)
+    if score == "reconstruct":  # the part of its cost that each weight has on its own
+        found, _ = score_layers(model, choices, weights, "wanda", data, seed=seed, forward=forward, progress=progress)
+        found = {name: value.square() for name, value in found.items()}
+    else:
+        found, _ = score_layers(model, choices, weights, score, data, seed=seed, forward=forward, progress=progress)
+    return find_orders(model, choices, found, example, forward=forward, seconds=seconds, seed=seed, progress=progress)
 
 
 def check_score(score: str | ScoreFunction, data: Any) -> None:

@@ -2,10 +2,12 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+
+T = TypeVar("T")
 
 
 class Ranks:
@@ -36,13 +38,14 @@ class Ranks:
         """DDP where there are several."""
         return self._accelerator.prepare_model(learner) if self.count > 1 else learner
 
-    def agree(self, value: float) -> float:
+    def agree(self, value: T) -> T:
         """The first rank's value, on all of them."""
         if self.count == 1:
             return value
         from accelerate.utils import broadcast_object_list
 
-        return float(broadcast_object_list([value])[0])
+        shared: list[T] = broadcast_object_list([value])
+        return shared[0]
 
     def start_trackers(self, config: Mapping[str, Any]) -> None:
         if self._accelerator is not None and self._accelerator.log_with:

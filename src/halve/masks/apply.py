@@ -10,17 +10,24 @@ from torch import Tensor, nn
 from halve.errors import ChangedWeightsWarning, MaskError, listed
 from halve.masks.fingerprint import digest
 from halve.masks.layers import clone, kind_of, set_weight_, weight_of
+from halve.masks.layout import plain
 from halve.masks.mask import Mask, MaskSet
+from halve.masks.moves import move_
 
 Changed = Literal["warn", "error", "ignore"]
 
 
-def apply(model: nn.Module, masks: MaskSet, *, changed: Changed = "warn") -> nn.Module:
+def apply(model: nn.Module, masks: MaskSet, *, permute: bool = False, changed: Changed = "warn") -> nn.Module:
     """A copy of the model with zeros where the masks keep nothing; the model itself stays as it is.
 
     The copy is a plain module: same class, same state-dict names. Recalibrated BatchNorm statistics in `masks` are put
     on it. A masked layer under weight_norm or spectral_norm gets a plain weight in the copy, since a norm would move
     the zeros' neighbours.
+
+    Masks that were found with channels in another order (`permute=True` of `prune` and `learn`) go on in the original
+    order all the same. `permute=True` moves the channels of the copy: every block then lies in one piece, as kernels
+    and exported models need it, the outputs stay as they are within float noise, and the weights are no longer in the
+    checkpoint's order.
 
     `changed` says what happens on weights that the masks were not made for: "warn" (and say how large the update is for
     each layer), "error", or "ignore".
@@ -43,7 +50,21 @@ def apply(model: nn.Module, masks: MaskSet, *, changed: Changed = "warn") -> nn.
     for name, mask in masks.items():
         set_weight_(copy.get_submodule(name), mask.put_on(weights[name]))
     _put_statistics_(copy, masks.statistics)
+    if permute:
+        move_(copy, masks.moves)
+        _check_in_one_piece(copy, masks)
     return copy
+
+
+def _check_in_one_piece(copy: nn.Module, masks: MaskSet) -> None:
+    for name, mask in masks.items():
+        if mask.layout.channel_order is not None:
+            blocks = plain(mask.layout).to_blocks(weight_of(copy.get_submodule(name)) != 0)
+            if int(blocks.sum(-1).max()) > mask.pattern.kept:
+                raise MaskError(
+                    f"layer {name} has a channel order that the masks' moves do not make; masks from "
+                    f"prune(permute=True) or learn(permute=True) have both"
+                )
 
 
 def check_fit(model: nn.Module, masks: MaskSet) -> dict[str, Tensor]:

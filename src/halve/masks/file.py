@@ -3,7 +3,7 @@
 About three quarters of a bit per weight for 2:4. The bytes are specified in docs/file-format.md; in short, for each
 layer the header holds pattern, layout and digests, the tensor `codes:LAYER` the codes at `Pattern.bits` bits each,
 `sketch:LAYER` the fingerprint's sketch, and `channel_order:LAYER` the channel order if there is one;
-`statistics:BUFFER` are recalibrated BatchNorm buffers.
+`statistics:BUFFER` are recalibrated BatchNorm buffers; `order:K` are the orders that the header's `moves` refer to.
 """
 
 import re
@@ -19,6 +19,7 @@ from halve.masks import storage
 from halve.masks.fingerprint import SKETCH, Fingerprint
 from halve.masks.layout import Layout
 from halve.masks.mask import Mask, MaskSet
+from halve.masks.moves import Moves
 from halve.masks.pattern import Pattern
 
 FORMAT = "halve.masks"
@@ -45,8 +46,8 @@ def load(path: str | Path) -> MaskSet:
     True
     """
     _, header, tensors = storage.read(path, [FORMAT])
-    if header.keys() != {"layers", "recipe"}:
-        raise FileError(f"{path} is damaged: its header must have exactly layers and recipe")
+    if header.keys() - {"moves"} != {"layers", "recipe"}:
+        raise FileError(f"{path} is damaged: its header must have exactly layers and recipe, and may have moves")
 
     def codes(name: str, pattern: Pattern, layout: Layout) -> Tensor:
         count = layout.rows * layout.blocks
@@ -62,7 +63,12 @@ def load(path: str | Path) -> MaskSet:
 
 def header_of(masks: MaskSet) -> dict[str, Any]:
     """What the header says of a MaskSet."""
-    return {"layers": {name: _describe(mask) for name, mask in masks.items()}, "recipe": masks.recipe}
+    header = {"layers": {name: _describe(mask) for name, mask in masks.items()}, "recipe": masks.recipe}
+    number = _numbers(masks.moves)
+    moves = {
+        name: {str(dim): number[order] for dim, order in dims.items()} for name, dims in masks.moves.items() if dims
+    }
+    return header | {"moves": moves} if moves else header
 
 
 def tensors_of(masks: MaskSet) -> dict[str, Tensor]:
@@ -74,7 +80,18 @@ def tensors_of(masks: MaskSet) -> dict[str, Tensor]:
             tensors[f"sketch:{name}"] = torch.tensor(both, dtype=torch.float32)
         if mask.layout.channel_order is not None:
             tensors[f"channel_order:{name}"] = torch.tensor(mask.layout.channel_order, dtype=torch.int32)
+    for order, number in _numbers(masks.moves).items():
+        tensors[f"order:{number}"] = torch.tensor(order, dtype=torch.int32)
     return tensors
+
+
+def _numbers(moves: Moves) -> dict[tuple[int, ...], int]:
+    """Each order once, counted: many tensors move alike."""
+    numbers: dict[tuple[int, ...], int] = {}
+    for dims in moves.values():
+        for order in dims.values():
+            numbers.setdefault(order, len(numbers))
+    return numbers
 
 
 def masks_from(path: Path, header: Mapping[str, Any], tensors: dict[str, Tensor], codes_of: Any) -> MaskSet:
@@ -90,7 +107,22 @@ def masks_from(path: Path, header: Mapping[str, Any], tensors: dict[str, Tensor]
             raise FileError(f"{path} is damaged: layer {name!r}: {error}") from error
     prefix = "statistics:"
     names = [key for key in tensors if key.startswith(prefix)]
-    return MaskSet(masks, {key.removeprefix(prefix): tensors.pop(key) for key in names}, recipe)
+    statistics = {key.removeprefix(prefix): tensors.pop(key) for key in names}
+    try:
+        return MaskSet(masks, statistics, recipe, _moves(header.get("moves", {}), tensors))
+    except (HalveError, KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FileError(f"{path} is damaged: its moves: {error}") from error
+
+
+def _moves(entry: Any, tensors: dict[str, Tensor]) -> Moves:
+    numbers = {number for dims in entry.values() for number in dims.values()}
+    if not all(type(number) is int for number in numbers):
+        raise ValueError("orders must be counted")
+    orders = {number: tensors.pop(f"order:{number}") for number in numbers}
+    if any(order.dtype != torch.int32 or order.dim() != 1 for order in orders.values()):
+        raise ValueError("an order must be a list of 32-bit integers")
+    tuples = {number: tuple(order.tolist()) for number, order in orders.items()}
+    return {name: {int(dim): tuples[number] for dim, number in dims.items()} for name, dims in entry.items()}
 
 
 def _describe(mask: Mask) -> dict[str, Any]:

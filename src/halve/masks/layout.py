@@ -8,6 +8,7 @@ Where a row is no multiple of M, `pad=True` appends virtual zero columns. A virt
 a real weight could have.
 """
 
+import dataclasses
 import math
 from dataclasses import dataclass
 from typing import Literal, get_args
@@ -157,3 +158,8 @@ class Layout:
     def _index(self, x: Tensor, inverse: bool) -> Tensor:
         order = torch.tensor(self.channel_order, device=x.device).reshape(self.groups, self.channels)
         return (order.argsort(1) if inverse else order)[:, None, None, :].expand_as(x)
+
+
+def plain(layout: Layout) -> Layout:
+    """The same layout with channels in their own order."""
+    return layout if layout.channel_order is None else dataclasses.replace(layout, channel_order=None)

@@ -1,7 +1,7 @@
 """Mask and MaskSet: what is kept in each layer of a model."""
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -12,6 +12,7 @@ from torch import Tensor
 from halve.errors import MaskError, listed
 from halve.masks.fingerprint import Fingerprint
 from halve.masks.layout import Layout
+from halve.masks.moves import Moves, checked
 from halve.masks.pattern import Pattern
 
 
@@ -132,6 +133,7 @@ class MaskSet(Mapping[str, Mask]):
 
     `statistics`: BatchNorm buffers that `apply` puts on, by their state-dict name (empty unless recalibrated).
     `recipe`: how the masks were made, plain JSON values.
+    `moves`: how channels move in `apply(permute=True)`, by the state-dict names of what moves (empty unless permuted).
 
     >>> import halve
     >>> masks = halve.prune(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)))
@@ -146,8 +148,10 @@ class MaskSet(Mapping[str, Mask]):
         masks: Mapping[str, Mask],
         statistics: Mapping[str, Tensor] | None = None,
         recipe: Mapping[str, Any] | None = None,
+        moves: Moves | None = None,
     ) -> None:
         self._masks = dict(masks)
+        self._moves = checked(moves or {})
         self._statistics = {name: value.detach().cpu().clone() for name, value in (statistics or {}).items()}
         self._recipe = dict(recipe or {})
 
@@ -166,6 +170,7 @@ class MaskSet(Mapping[str, Mask]):
         mine, theirs = self._statistics, other._statistics
         return (
             self._masks == other._masks
+            and self._moves == other._moves
             and mine.keys() == theirs.keys()
             and all(torch.equal(mine[name], theirs[name]) for name in mine)
         )
@@ -185,6 +190,11 @@ class MaskSet(Mapping[str, Mask]):
     def statistics(self) -> dict[str, Tensor]:
         """Recalibrated BatchNorm buffers by state-dict name: copies."""
         return {name: value.clone() for name, value in self._statistics.items()}
+
+    @property
+    def moves(self) -> dict[str, dict[int, tuple[int, ...]]]:
+        """How channels move in `apply(permute=True)`: a copy."""
+        return {name: dict(dims) for name, dims in self._moves.items()}
 
     @property
     def weights(self) -> int:
@@ -210,11 +220,16 @@ class MaskSet(Mapping[str, Mask]):
 
     def with_statistics(self, statistics: Mapping[str, Tensor]) -> "MaskSet":
         """The same masks with recalibrated BatchNorm buffers."""
-        return MaskSet(self._masks, statistics, self._recipe)
+        return MaskSet(self._masks, statistics, self._recipe, self._moves)
+
+    def without(self, names: Collection[str]) -> "MaskSet":
+        """The same masks but for these layers, which are left dense."""
+        left = {name: mask for name, mask in self.items() if name not in names}
+        return MaskSet(left, self._statistics, self._recipe, self._moves)
 
     def with_recipe(self, **entries: Any) -> "MaskSet":
         """The same masks with entries of the recipe added or replaced."""
-        return MaskSet(self._masks, self._statistics, {**self._recipe, **entries})
+        return MaskSet(self._masks, self._statistics, {**self._recipe, **entries}, self._moves)
 
     def save(self, path: str | Path) -> Path:
         """Write `NAME.masks.safetensors`; atomic. `halve.load` reads it."""

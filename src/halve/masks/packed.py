@@ -111,8 +111,8 @@ def unpack(path: str | Path) -> Unpacked:
     """
     path = Path(path)
     _, header, tensors = storage.read(path, [FORMAT])
-    if header.keys() != {"layers", "recipe", "aliases"}:
-        raise FileError(f"{path} is damaged: its header must have exactly layers, recipe and aliases")
+    if header.keys() - {"moves"} != {"layers", "recipe", "aliases"}:
+        raise FileError(f"{path} is damaged: its header must have exactly layers, recipe, aliases, and may have moves")
     kept: dict[str, Tensor] = {}
 
     def codes(name: str, pattern: Pattern, layout: Layout) -> Tensor:

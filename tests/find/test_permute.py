@@ -1,0 +1,294 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import halve
+from halve.errors import DataError, MaskError, ModelError
+from halve.find import permute as permute_module
+from halve.find.select import select
+from halve.masks.layout import plain
+from halve.masks.mask import MaskSet
+from tests import tiny
+from tests.untouched import untouched
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+
+    def forward(self, x):
+        return F.relu(x + self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x))))))
+
+
+def residual(seed=0):
+    """A residual network with lively BatchNorm."""
+    torch.manual_seed(seed)
+    stem, head = nn.Conv2d(3, 32, 3, bias=False), nn.Linear(32, 7)
+    model = nn.Sequential(stem, nn.BatchNorm2d(32), Block(32), Block(32), nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.running_mean, -0.2, 0.2)
+            nn.init.uniform_(module.running_var, 0.5, 1.5)
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+    return model.eval()
+
+
+def energy(model, masks):
+    """Share of the magnitudes that is kept."""
+    kept = total = 0.0
+    for name, mask in masks.items():
+        weight = model.get_submodule(name).weight.detach()
+        kept, total = kept + float(mask.put_on(weight).abs().sum()), total + float(weight.abs().sum())
+    return kept / total
+
+
+@pytest.fixture(scope="module")
+def permuted():
+    model = residual()
+    with untouched(model):
+        masks = halve.prune(model, permute=True, example=torch.randn(1, 3, 8, 8))
+    return model, masks
+
+
+def test_blocks_keep_more_in_the_orders_that_were_found(permuted):
+    model, masks = permuted
+    dense = halve.prune(model)
+    assert energy(model, masks) > energy(model, dense) + 0.005
+    summary = masks.recipe["permute"]
+    assert summary["kept_before"] < summary["kept_after"]
+    assert summary["layers"] == len(masks) == 4
+    assert summary["fixed"] == {}
+
+
+def test_masks_go_on_in_the_original_order(permuted):
+    model, masks = permuted
+    sparse = halve.apply(model, masks)
+    for name, mask in masks.items():
+        weight = model.get_submodule(name).weight
+        assert torch.equal(sparse.get_submodule(name).weight, mask.put_on(weight))
+    assert halve.verify(model, masks).ok
+    assert halve.verify(sparse, masks).ok
+    assert not halve.verify(sparse).ok  # its blocks do not lie in one piece
+
+
+def test_moved_channels_compute_the_same_and_blocks_lie_in_one_piece(permuted):
+    model, masks = permuted
+    images = torch.randn(4, 3, 8, 8)
+    with untouched(model):
+        moved = halve.apply(model, masks, permute=True)
+    assert type(moved) is type(model)
+    assert moved.state_dict().keys() == model.state_dict().keys()
+    with torch.no_grad():
+        torch.testing.assert_close(moved(images), halve.apply(model, masks)(images), rtol=1e-4, atol=1e-4)
+    assert halve.verify(moved).ok
+    checks = halve.verify(moved, masks)
+    assert checks.ok
+    assert {layer.state for layer in checks.layers} == {"moved"}
+
+
+def test_hardware_is_judged_in_the_stored_order(permuted):
+    model, masks = permuted
+    assert halve.verify(model, masks).not_accelerated == {}
+
+
+def test_a_moved_model_that_was_changed_afterwards_is_told(permuted):
+    model, masks = permuted
+    moved = halve.apply(model, masks, permute=True)
+    with torch.no_grad():
+        moved[2].conv1.weight.mul_(1.5)
+    assert list(halve.verify(moved, masks).failures) == ["2.conv1"]
+
+
+def test_orders_travel_in_files(permuted, tmp_path):
+    model, masks = permuted
+    again = halve.load(masks.save(tmp_path / "a.masks.safetensors"))
+    assert again == masks
+    assert again.moves == masks.moves
+    state, from_packed = halve.unpack(halve.pack(model, masks, tmp_path / "a.packed.safetensors"))
+    assert from_packed == masks
+    assert all(torch.equal(value, state[name]) for name, value in halve.apply(model, masks).state_dict().items())
+
+
+def test_recalibrated_statistics_move_along(permuted):
+    model, masks = permuted
+    images = torch.randn(8, 3, 8, 8)
+    masks = halve.recalibrate(model, masks, images)
+    assert masks.moves
+    with torch.no_grad():
+        expected, got = halve.apply(model, masks)(images), halve.apply(model, masks, permute=True)(images)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("score", ["magnitude", "wanda", "hessian", "reconstruct", "random"])
+def test_every_score_can_be_permuted(score):
+    model, images = tiny.convnet(), tiny.images()
+    masks = halve.prune(model, score, images, permute=True)
+    assert masks["3"].layout.channel_order is not None
+    assert masks["0"].layout.channel_order is None  # it reads the images
+    moved = halve.apply(model, masks, permute=True)
+    with torch.no_grad():
+        torch.testing.assert_close(moved(images), halve.apply(model, masks)(images), rtol=1e-5, atol=1e-5)
+
+
+def test_a_score_of_the_users_own_can_be_permuted_though_it_is_negative():
+    model = tiny.convnet()
+    masks = halve.prune(model, lambda name, w: w.abs() - 10, tiny.images(), permute=True)
+    assert masks["3"].layout.channel_order is not None
+    assert masks == halve.prune(model, lambda name, w: w.abs() - 10, tiny.images(), permute=True)
+
+
+def test_data_that_can_be_read_once_is_enough():
+    model = tiny.convnet()
+    once = halve.prune(model, "reconstruct", iter(tiny.images().split(6)), permute=True)
+    assert once == halve.prune(model, "reconstruct", tiny.images().split(6), permute=True)
+
+
+def test_without_an_example_there_is_no_structure():
+    with pytest.raises(DataError, match="example"):
+        halve.prune(tiny.convnet(), permute=True)
+
+
+def test_learning_in_permuted_order():
+    model, images = tiny.convnet(), tiny.images()
+    with untouched(model):
+        masks = halve.learn(model, images, steps=3, permute=True)
+    assert masks["3"].layout.channel_order is not None
+    assert masks.recipe["permute"]["layers"] == 1
+    moved = halve.apply(model, masks, permute=True)
+    with torch.no_grad():
+        torch.testing.assert_close(moved(images), halve.apply(model, masks)(images), rtol=1e-5, atol=1e-5)
+
+
+def test_learning_goes_on_in_the_order_of_the_masks_to_start_from():
+    model, images = tiny.convnet(), tiny.images()
+    start = halve.prune(model, permute=True, example=images)
+    masks = halve.learn(model, images, steps=1, lr=1e-9, start=start)
+    assert masks.moves == start.moves
+    assert [mask.layout for mask in masks.values()] == [mask.layout for mask in start.values()]
+    assert masks.difference(start) < 0.2
+    with pytest.raises(ModelError, match="bring their own channel orders"):
+        halve.learn(model, images, steps=1, start=start, permute=True)
+
+
+def test_a_run_in_another_order_is_not_resumed(tmp_path):
+    model, images = tiny.convnet(), tiny.images()
+    state = tmp_path / "x.learning.safetensors"
+    halve.learn(model, images, steps=2, checkpoint=state, checkpoint_every=0.0)
+    with pytest.raises(halve.HalveError, match="layers"):
+        halve.learn(model, images, steps=4, checkpoint=state, resume=True, permute=True)
+
+
+def test_layers_left_dense_keep_the_moves():
+    model, images = tiny.convnet(), tiny.images()
+    masks = halve.prune(model, permute=True, example=images)
+    fewer = masks.without(["8"])
+    assert list(fewer) == ["0", "3"]
+    moved = halve.apply(model, fewer, permute=True)
+    with torch.no_grad():
+        torch.testing.assert_close(moved(images), halve.apply(model, fewer)(images), rtol=1e-5, atol=1e-5)
+
+
+def test_masks_in_the_checkpoints_own_order_need_no_moves():
+    model = tiny.convnet()
+    masks = halve.prune(model)
+    plain_copy, moved = halve.apply(model, masks), halve.apply(model, masks, permute=True)
+    assert all(torch.equal(a, b) for a, b in zip(plain_copy.parameters(), moved.parameters(), strict=True))
+
+
+def test_an_order_without_its_moves_cannot_be_made():
+    model = tiny.convnet()
+    masks = MaskSet(dict(halve.prune(model, permute=True, example=tiny.images())))
+    assert halve.verify(halve.apply(model, masks), masks).ok
+    with pytest.raises(MaskError, match="moves do not make"):
+        halve.apply(model, masks, permute=True)
+
+
+def test_different_patterns_flat_order_padding_and_groups_do_not_get_in_the_way():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(4, 8, 1),
+        nn.Conv2d(8, 16, 3, groups=2),
+        nn.ReLU(),
+        nn.Conv2d(16, 10, 1),
+        nn.Conv2d(10, 16, 1),
+        nn.Conv2d(16, 8, 1),
+        nn.Conv2d(8, 3, 1),
+    )
+    rules = {"5": "1:8", "*": "2:4"}
+    example = torch.randn(2, 4, 6, 6)
+    masks = halve.prune(model, pattern=rules, also=["1", "6"], remainder="pad", permute=True, example=example)
+    assert masks["1"].layout.channel_order is None
+    assert masks["5"].layout.channel_order is not None
+    assert "1" in masks.recipe["permute"]["fixed"]
+    moved = halve.apply(model, masks, permute=True)
+    with torch.no_grad():
+        torch.testing.assert_close(moved(example), halve.apply(model, masks)(example), rtol=1e-5, atol=1e-5)
+    flat = halve.prune(model, order="flat", permute=True, example=example)
+    assert not flat.moves
+    assert set(flat.recipe["permute"]["fixed"]) == set(flat)
+
+
+def test_a_network_that_is_captured_in_parts_moves_inside_them():
+    class Stubborn(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Sequential(nn.Conv2d(4, 16, 1), nn.Conv2d(16, 8, 1)), nn.Linear(8, 3)
+
+        def forward(self, x):
+            x = self.body(x).mean((2, 3))
+            return self.head(x) if float(x.sum()) < 1e9 else x
+
+    model = Stubborn()
+    masks = halve.prune(model, permute=True, example=tiny.images())
+    assert masks["body.1"].layout.channel_order is not None
+    assert masks["body.0"].layout.channel_order is None
+
+
+def test_an_order_that_would_change_the_outputs_is_never_returned(monkeypatch):
+    """Were a rule wrong, the comparison at the end would catch it."""
+    right = permute_module.moves_of
+
+    def wrong(channels, orders):
+        moves = dict(right(channels, orders))
+        moves.pop("1.weight")
+        return moves
+
+    monkeypatch.setattr(permute_module, "moves_of", wrong)
+    with pytest.raises(ModelError, match="moving channels changed the outputs"):
+        halve.prune(tiny.convnet(), permute=True, example=tiny.images())
+
+
+def test_a_forward_of_the_users_own_is_captured_as_it_runs():
+    model = tiny.convnet()
+    batches = [{"left": part, "right": part} for part in tiny.images().split(6)]
+    masks = halve.prune(model, "wanda", batches, permute=True, forward=lambda net, b: net(b["left"] + b["right"]))
+    assert masks["3"].layout.channel_order is not None
+
+
+def test_progress_and_time_are_told():
+    seen = []
+
+    def progress(items, what):
+        seen.append(what)
+        return items
+
+    masks = halve.prune(
+        residual(), permute=True, permute_seconds=0.0, example=torch.randn(1, 3, 8, 8), progress=progress
+    )
+    assert "channel orders" in seen
+    assert masks.recipe["permute"]["finished"] is False
+
+
+def test_half_precision_models_can_be_permuted():
+    model = tiny.convnet().bfloat16()
+    masks = halve.prune(model, permute=True, example=tiny.images())
+    assert masks["3"].layout.channel_order is not None
+
+
+def test_layouts_differ_from_the_plain_ones_by_their_order_alone(permuted):
+    model, masks = permuted
+    for choice in select(model).masked:
+        assert plain(masks[choice.name].layout) == choice.layout
