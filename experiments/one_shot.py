@@ -1,6 +1,6 @@
-"""One-shot masks on real checkpoints, the figures of the README: dense, random, magnitude, Wanda, recalibrated.
+"""One-shot masks on real checkpoints, the figures of the README: every score, some permuted, and recalibrated.
 
-    python experiments/one_shot.py ASSETS [--networks cifar_resnet20 ...]
+    python experiments/one_shot.py ASSETS [--networks cifar_resnet20 ...] [--device cpu]
 
 ASSETS holds the checkpoints and photos:
     zoo.py, cifar10_resnet20.safetensors, cifar10_resnet56.safetensors, resnet50_v1_imagenet.safetensors,
@@ -9,6 +9,7 @@ Statistics and inputs are measured on training images only. Writes experiments/r
 """
 
 import argparse
+import datetime
 import json
 import platform
 import time
@@ -32,18 +33,28 @@ NETWORKS = {
     ),
 }
 CALIBRATION_IMAGES = {"cifar_resnet20": 2048, "cifar_resnet56": 2048, "resnet50_v1": 512}
+METHODS = {  # score, permute
+    "random": ("random", False),
+    "magnitude": ("magnitude", False),
+    "magnitude_permuted": ("magnitude", True),
+    "wanda": ("wanda", False),
+    "hessian": ("hessian", False),
+    "reconstruct": ("reconstruct", False),
+    "reconstruct_permuted": ("reconstruct", True),
+}
 
 
-def measure(network: str, assets: Path) -> list[dict[str, object]]:
+def measure(network: str, assets: Path, device: str) -> list[dict[str, object]]:
     """All methods on one network, one record per method and data set."""
     checkpoint, learn_from, tests = NETWORKS[network]
-    model = load_model(f"{assets / 'zoo.py'}:{network}", assets / f"{checkpoint}.safetensors").model
+    model = load_model(f"{assets / 'zoo.py'}:{network}", assets / f"{checkpoint}.safetensors").model.to(device)
     limit = CALIBRATION_IMAGES[network]
     images = load_data(str(assets / learn_from), Preprocessing(), batch_size=128, limit=limit, shuffle=True).loader
+    images = list(images)  # the same for all, and decoded once
     found = {}
-    for method in ("random", "magnitude", "wanda"):
+    for method, (score, permute) in track(METHODS.items(), f"{network}: masks"):
         started = time.perf_counter()
-        masks = halve.prune(model, method, images)
+        masks = halve.prune(model, score, images, permute=permute)
         found[method] = masks, time.perf_counter() - started
         if method != "random":
             found[f"{method}_recalibrated"] = halve.recalibrate(model, masks, images), time.perf_counter() - started
@@ -61,30 +72,45 @@ def measure(network: str, assets: Path) -> list[dict[str, object]]:
                     "pattern": "2:4",
                     "images": result.images,
                     "calibration_images": limit,
+                    "kept_magnitude": kept_magnitude(model, masks),
                     "top1": result.top1,
                     "agreement": result.agreement,
                     "dense_top1": result.dense_top1,
                     "seconds": round(seconds, 1),
-                    "hardware": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads",
+                    "hardware": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+                    if device == "cpu"
+                    else torch.cuda.get_device_name(),
+                    "date": datetime.date.today().isoformat(),
                     "versions": {"halve": halve.__version__, "torch": torch.__version__},
                 }
             )
     return records
 
 
+def kept_magnitude(model: torch.nn.Module, masks: halve.MaskSet) -> float:
+    """The share of the masked layers' magnitudes that is kept."""
+    kept = total = 0.0
+    for name, mask in masks.items():
+        weight = model.get_submodule(name).weight.detach()
+        kept, total = kept + float(mask.put_on(weight).abs().sum()), total + float(weight.abs().sum())
+    return kept / total
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("assets", type=Path)
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
+    parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     old = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     records = [record for record in old if record["network"] not in options.networks]
     for network in options.networks:
-        records += measure(network, options.assets)
+        records += measure(network, options.assets, options.device)
         RESULTS.write_text(json.dumps(records, indent=1) + "\n")
     for record in records:
         row = (record["network"], record["data"], record["method"])
-        print("{:16} {:36} {:24}".format(*row), f"{record['top1']:.4f} {record['agreement']:.4f}")
+        shares = (record["kept_magnitude"], record["top1"], record["agreement"], record["seconds"])
+        print("{:16} {:36} {:32}".format(*row), "{:.4f} {:.4f} {:.4f} {:.0f} s".format(*shares))
 
 
 if __name__ == "__main__":

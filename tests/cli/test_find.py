@@ -1,4 +1,5 @@
 import pytest
+import torch
 
 import halve as package
 from halve.sources.models import load_model
@@ -116,3 +117,34 @@ def test_a_model_without_batchnorm_cannot_be_recalibrated_and_nothing_is_written
     result = halve("prune", "zoo.py:plain", "--also", "*", "--data", "photos", "--recalibrate", code=2)
     assert "no BatchNorm" in result.err
     assert not list(folder.glob("*.masks.safetensors"))
+
+
+def test_prune_permutes_with_and_without_images_and_tells_what_it_gained(halve, net, folder):
+    result = halve("prune", *net, "--permute")
+    assert "channel orders: 2 layers keep more of the score, " in result.out
+    masks = package.load(folder / "net.masks.safetensors")
+    assert masks["body"].layout.channel_order is not None
+    assert masks["point"].layout.channel_order is not None
+    told = halve("prune", *net, "--permute", "--score", "wanda", "--data", "photos", "--json").json
+    assert told["permute"]["layers"] == 2
+
+
+def test_a_permuted_checkpoint_is_legal_as_it_lies_and_computes_the_same(halve, net, folder):
+    halve("prune", *net, "--permute")
+    masks = ("--masks", "net.masks.safetensors")
+    halve("apply", *net, *masks, "--out", "plain.safetensors")
+    halve("apply", *net, *masks, "--permute", "--out", "moved.safetensors")
+    halve("verify", net[0], "--weights", "moved.safetensors")
+    halve("verify", net[0], "--weights", "plain.safetensors", code=1)
+    halve("verify", net[0], "--weights", "moved.safetensors", *masks)
+    nets = [load_model(str(folder / "zoo.py:net"), folder / f"{name}.safetensors").model for name in ("plain", "moved")]
+    images = torch.randn(2, 3, 8, 8)
+    with torch.no_grad():
+        torch.testing.assert_close(nets[0](images), nets[1](images), rtol=1e-4, atol=1e-5)
+    assert "moves the channels of" in halve("inspect", "net.masks.safetensors").out
+
+
+def test_layers_whose_order_stays_are_named_with_the_reason(halve, net):
+    result = halve("prune", *net, "--permute", "--remainder", "pad")
+    assert "1 layer keeps its order" in result.err
+    assert "stem: it is the model's input" in result.err

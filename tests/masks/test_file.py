@@ -35,6 +35,7 @@ def small_set():
         },
         {"bn.running_mean": random(5), "bn.running_var": random(5, dtype=torch.float64)},
         {"method": "test", "seed": 0, "nested": {"list": [1, 2.5, None, True, "ä"]}},
+        {"features.1.weight": {1: (3, 1, 0, 2)}, "bn.weight": {0: (3, 1, 0, 2)}, "features.0.bias": {0: (1, 0)}},
     )
 
 
@@ -290,6 +291,20 @@ ATTACKS = {
     "order of two axes": tensor("channel_order:features.1", torch.arange(4, dtype=torch.int32).reshape(2, 2)),
     "order for the flat layout": change("order", "flat", "features.1"),
     "order of another layer": tensor("channel_order:other", torch.arange(4, dtype=torch.int32)),
+    "moves of a list": lambda header, tensors: header.update(moves=[]),
+    "moves of null": lambda header, tensors: header.update(moves=None),
+    "moves without orders": lambda header, tensors: tensors.pop("order:0"),
+    "orders without moves": lambda header, tensors: header.pop("moves"),
+    "an order that nobody uses": tensor("order:7", torch.arange(4, dtype=torch.int32)),
+    "a move of a number": lambda header, tensors: header["moves"].update(x=3),
+    "a move to a text": lambda header, tensors: header["moves"].update(x={"0": "0"}),
+    "a move to true": lambda header, tensors: header["moves"].update(x={"0": True}),
+    "a move along no dimension": lambda header, tensors: header["moves"].update(x={"first": 0}),
+    "a move along a dimension from behind": lambda header, tensors: header["moves"].update(x={"-1": 0}),
+    "a move along a dimension in other digits": lambda header, tensors: header["moves"].update(x={"01": 0}),
+    "moves not a permutation": tensor("order:0", torch.tensor([0, 0, 1, 2], dtype=torch.int32)),
+    "moves in 64 bits": tensor("order:0", torch.tensor([0, 1, 2, 3])),
+    "moves of two axes": tensor("order:0", torch.zeros(1, 4, dtype=torch.int32)),
     "extra codes": tensor("codes:other", torch.zeros(1, dtype=torch.uint8)),
     "extra tensor": tensor("weight", torch.zeros(3)),
     "extra sketch": tensor("sketch:other", torch.zeros(128)),

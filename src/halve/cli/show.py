@@ -92,4 +92,6 @@ def permuted(summary: Mapping[str, Any]) -> None:
         note("note: the search ran out of time; --permute-seconds gives it more")
     if summary["fixed"]:
         name, why = next(iter(summary["fixed"].items()))
-        note(f"note: {len(summary['fixed'])} layers keep their order, such as {name}: {why}")
+        count = len(summary["fixed"])
+        who = "1 layer keeps its order," if count == 1 else f"{count} layers keep their order, such as"
+        note(f"note: {who} {name}: {why}")

@@ -115,9 +115,10 @@ def masks_from(path: Path, header: Mapping[str, Any], tensors: dict[str, Tensor]
 
 
 def _moves(entry: Any, tensors: dict[str, Tensor]) -> Moves:
-    numbers = {number for dims in entry.values() for number in dims.values()}
-    if not all(type(number) is int for number in numbers):
-        raise ValueError("orders must be counted")
+    keys = [(dim, number) for dims in entry.values() for dim, number in dims.items()]
+    if not all(type(number) is int and str(int(dim)) == dim for dim, number in keys):
+        raise ValueError("dimensions and orders must be counted")
+    numbers = {number for _, number in keys}
     orders = {number: tensors.pop(f"order:{number}") for number in numbers}
     if any(order.dtype != torch.int32 or order.dim() != 1 for order in orders.values()):
         raise ValueError("an order must be a list of 32-bit integers")

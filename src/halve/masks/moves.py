@@ -19,6 +19,8 @@ def checked(moves: Moves) -> dict[str, dict[int, tuple[int, ...]]]:
     good: set[int] = set()  # orders are shared by many tensors
     for name, dims in moves.items():
         for dim, order in dims.items():
+            if dim < 0:
+                raise MaskError(f"the dimensions of {name} are counted from the front, not {dim}")
             if id(order) not in good and sorted(order) != list(range(len(order))):
                 raise MaskError(f"the order of {name} along dimension {dim} is no permutation")
             good.add(id(order))
