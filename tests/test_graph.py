@@ -101,6 +101,20 @@ def test_what_cannot_be_exported_whole_is_captured_in_its_largest_parts():
     assert captured.left == {"unused": "it did not run on the example"}
 
 
+def test_what_the_exporter_has_to_say_of_failures_is_not_printed(capfd):
+    class Counting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = nn.Linear(4, 4)
+
+        def forward(self, x):
+            x = self.inner(x)
+            return x if len(torch.nonzero(x > 0)) > 3 else x + 1
+
+    assert not capture(Counting(), torch.randn(2, 4)).whole
+    assert capfd.readouterr() == ("", "")
+
+
 def test_a_detector_is_captured_in_parts_that_hold_its_backbone():
     model = torchvision.models.detection.ssdlite320_mobilenet_v3_large(weights=None, weights_backbone=None).eval()
     captured = capture(model, [torch.rand(3, 64, 64), torch.rand(3, 80, 64)])

@@ -5,6 +5,8 @@ cannot be exported whole is captured in its largest exportable modules, and the 
 """
 
 import contextlib
+import io
+import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -210,6 +212,12 @@ def _recording(model: nn.Module, calls: dict[str, tuple[tuple[Any, ...], dict[st
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the model's own forward and of the exporter: the outcome says what counts
-        yield
+    """Keep the exporter from printing whole graphs where it fails: the outcome says what counts."""
+    before = logging.root.manager.disable
+    with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+        warnings.simplefilter("ignore")
+        logging.disable(logging.CRITICAL)
+        try:
+            yield
+        finally:
+            logging.disable(before)
