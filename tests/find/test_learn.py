@@ -176,7 +176,8 @@ def test_a_small_step_leaves_the_mask_that_it_starts_from():
         assert halve.learn(model, loader(), steps=2, lr=1e-6, start=start) == start
     mixed = halve.prune(model, "random", pattern={"0": "1:4", "3": "3:7", "*": "1:2"}, remainder="pad", seed=3)
     options = {"pattern": {"0": "1:4", "3": "3:7", "*": "1:2"}, "remainder": "pad"}
-    assert halve.learn(model, loader(), steps=1, lr=1e-6, start=mixed, **options) == mixed
+    masks = halve.learn(model, loader(), steps=1, lr=1e-6, start=mixed, **options)
+    assert all(torch.equal(masks[name].kept(), mixed[name].kept()) for name in mixed)  # virtual places may differ
 
 
 @pytest.mark.parametrize("score", ["magnitude", "random", "wanda"])
@@ -342,7 +343,7 @@ class Collecting(GeneralTracker):
 def test_a_tracker_of_accelerate_gets_settings_and_values():
     tracker = Collecting()
     masks = halve.learn(convnet(), loader(), steps=12, trackers=[tracker])
-    assert tracker.config["lr"] == 0.1
+    assert tracker.config["lr"] == 0.05
     assert [step for step, _ in tracker.lines] == [10, 12]
     assert all(values.keys() == {"loss", "entropy", "changed", "lr", "images_per_s"} for _, values in tracker.lines)
     assert tracker.finished

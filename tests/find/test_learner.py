@@ -4,7 +4,7 @@ from torch import nn
 
 from halve.find.frozen import frozen
 from halve.find.learner import Call, Learner
-from halve.find.objective import distill_both, distill_outputs
+from halve.find.objective import distill_both, distill_probabilities
 from halve.find.sampling import Sampler
 from halve.find.select import select
 from halve.masks.layers import weight_of
@@ -28,9 +28,9 @@ def test_the_logits_are_the_learners_only_parameter_and_the_model_is_not_in_its_
 
 def test_the_loss_is_that_of_the_model_with_the_sampled_weights():
     model = convnet()
-    learner = a_learner(model, distill_outputs, [], seed=3, rank=2)
-    loss = learner(images(), 5, 0.5, 1)
-    sampled = learner.sampler.sample(temperature=0.5, seed=3, step=5, rank=1002)
+    learner = a_learner(model, distill_probabilities, [], seed=3, rank=2)
+    loss = learner(images(), 5, 0.5, 1, 0.7)
+    sampled = learner.sampler.sample(temperature=0.5, seed=3, step=5, rank=1002, noise=0.7)
     masked = torch.func.functional_call(model, {f"{name}.weight": w for name, w in sampled.items()}, (images(),))
     ours, theirs = masked.log_softmax(1), model(images()).log_softmax(1)
     assert torch.allclose(loss, (theirs.exp() * (theirs - ours)).sum(1).mean(), atol=1e-6)

@@ -9,12 +9,15 @@ from torch import nn
 import halve
 from halve.errors import DataError, HalveError, ModelError
 from halve.find.objective import (
+    DEPTH,
     FEATURE_WEIGHT,
+    OUTPUT_WEIGHT,
     Views,
     _RelativeError,
     distill_both,
     distill_features,
     distill_outputs,
+    distill_probabilities,
     find_blocks,
     named_blocks,
     objective_named,
@@ -30,31 +33,60 @@ def views(output, dense_output=None, features=(), dense_features=(), batch=None)
     return Views(output, list(features), dense_output, list(dense_features), batch)
 
 
-def test_outputs_are_compared_by_the_kl_divergence_from_the_dense_ones():
+def test_outputs_are_compared_by_their_relative_squared_error_less_their_mean():
+    theirs = torch.tensor([[3.0, 1.0, 2.0], [0.0, 10.0, 20.0]])
+    ours = torch.tensor([[4.0, 1.0, 1.0], [5.0, 15.0, 25.0]])  # (1, 0, -1) off, and the same but for a constant
+    assert float(distill_outputs(views(ours, theirs))) == pytest.approx(OUTPUT_WEIGHT * (2 / 2 + 0) / 2)
+    assert float(distill_outputs(views(theirs, theirs))) == 0.0
+
+
+def test_outputs_that_are_no_class_scores_are_compared_as_they_are():
+    for shape in ((2,), (2, 1)):
+        ours, theirs = torch.tensor([3.0, 1.0]).reshape(shape), torch.tensor([2.0, 1.0]).reshape(shape)
+        assert float(distill_outputs(views(ours, theirs))) == pytest.approx(OUTPUT_WEIGHT * (1 / 4 + 0) / 2)
+
+
+def test_maps_of_outputs_are_centred_pixel_by_pixel():
+    theirs = random(2, 5, 3, 4)
+    assert float(distill_outputs(views(theirs + random(2, 1, 3, 4, seed=1), theirs))) < 1e-9
+    rows = random(2, 7, 5)
+    assert float(distill_outputs(views(rows + random(2, 7, 1, seed=1), rows))) < 1e-9
+
+
+def test_the_gradient_of_the_output_error_is_right():
+    ours, theirs = random(3, 4, dtype=torch.float64).requires_grad_(), random(3, 4, seed=1, dtype=torch.float64)
+    distill_outputs(views(ours, theirs)).backward()
+    step = 1e-3 * random(3, 4, seed=2, dtype=torch.float64)
+    both = [float(distill_outputs(views(ours.detach() + sign * step, theirs))) for sign in (1, -1)]
+    assert float((ours.grad * step).sum()) == pytest.approx((both[0] - both[1]) / 2, rel=1e-3)
+
+
+def test_probabilities_are_compared_by_the_kl_divergence_from_the_dense_ones():
     ours = torch.tensor([[0.0, math.log(3)], [0.0, 0.0]])  # shares 1/4, 3/4 and 1/2, 1/2
     theirs = torch.tensor([[0.0, 0.0], [0.0, 0.0]])
     expected = (0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)) / 2
-    assert float(distill_outputs(views(ours, theirs))) == pytest.approx(expected)
-    assert float(distill_outputs(views(theirs, theirs))) == 0.0
+    assert float(distill_probabilities(views(ours, theirs))) == pytest.approx(expected)
+    assert float(distill_probabilities(views(theirs, theirs))) == 0.0
 
 
 def test_the_gradient_of_the_kl_divergence_is_the_difference_of_the_shares():
     ours, theirs = random(3, 5).requires_grad_(), random(3, 5, seed=1)
-    distill_outputs(views(ours, theirs)).backward()
+    distill_probabilities(views(ours, theirs)).backward()
     assert torch.allclose(ours.grad, (ours.detach().softmax(1) - theirs.softmax(1)) / 3, atol=1e-6)
 
 
 def test_maps_of_outputs_are_compared_pixel_by_pixel():
     ours, theirs = random(2, 5, 3, 4), random(2, 5, 3, 4, seed=1)
     rows = [x.permute(0, 2, 3, 1).reshape(24, 5) for x in (ours, theirs)]
-    assert torch.allclose(distill_outputs(views(ours, theirs)), distill_outputs(views(*rows)))
+    assert torch.allclose(distill_probabilities(views(ours, theirs)), distill_probabilities(views(*rows)))
 
 
 def test_features_are_compared_by_their_relative_squared_error():
     theirs = [torch.tensor([3.0, 4.0]), torch.tensor([[1.0], [1.0]])]
     ours = [torch.tensor([3.0, 3.0]), torch.tensor([[1.0], [3.0]])]
     found = distill_features(views(torch.zeros(1), None, ours, theirs))
-    assert float(found) == pytest.approx(FEATURE_WEIGHT * (1 / 25 + 4 / 2) / 2)
+    last = math.exp(2 * DEPTH)  # a later block counts more
+    assert float(found) == pytest.approx(FEATURE_WEIGHT * (1 / 25 + last * 4 / 2) / (1 + last))
 
 
 def test_both_is_the_sum():
@@ -188,6 +220,7 @@ def test_objectives_by_name():
     assert objective_named("distill", "both") is distill_both
     assert objective_named("distill", "outputs") is distill_outputs
     assert objective_named("distill", "features") is distill_features
+    assert objective_named("distill", "probabilities") is distill_probabilities
     assert objective_named("task", "both") is task
     assert objective_named(max, "both") is max
     for name, match in (("distil", "both"), ("distill", "output"), ("", "both")):

@@ -281,3 +281,20 @@ def test_sampling_leaves_weights_and_scores_alone():
     assert torch.equal(weights["layer0"], before[0]["layer0"])
     assert torch.equal(scores["layer0"], before[1]["layer0"])
     assert not weights["layer0"].requires_grad
+
+
+@pytest.mark.parametrize("hard", [True, False])
+def test_without_noise_the_likeliest_codes_are_taken(hard):
+    sampler, _, weights, _ = sampler_of(("2:4", Layout("linear", (3, 8), 4)), ("1:4", Layout("conv", (2, 4, 3), 4)))
+    found = sampler.sample(temperature=1.0 if hard else 1e-4, seed=0, step=0, hard=hard, noise=0.0)
+    for name, mask in sampler.masks().items():
+        assert torch.allclose(found[name], mask.put_on(weights[name]), atol=1e-4)
+
+
+def test_noise_may_be_a_tensor_as_well():
+    sampler, *_ = sampler_of(("2:4", Layout("linear", (3, 8), 4)), ("1:4", Layout("conv", (2, 4, 3), 4)))
+    drawn = sampler.draw(3, 4)
+    for noise in (0.0, 0.5):
+        plain = sampler.masked(drawn, 0.7, noise)
+        tensors = sampler.masked(drawn, torch.tensor(0.7), torch.tensor(noise))
+        assert all(torch.equal(plain[name], tensors[name]) for name in plain)

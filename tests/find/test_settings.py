@@ -7,7 +7,7 @@ from torch import nn
 import halve
 from halve.errors import ModelError
 from halve.find.learn import learn
-from halve.find.settings import DEFAULT_STEPS, Settings, preset_options, split_options
+from halve.find.settings import DEFAULT_MINUTES, Settings, preset_options, split_options
 from tests.tiny import convnet, images, labels
 
 
@@ -44,6 +44,9 @@ def test_an_unknown_option_is_named_beside_the_known_ones():
         ({"seed": 2**70}, "seed"),
         ({"temperature": 0.0}, "temperature 0.0: a positive number"),
         ({"temperature": (1.0, -1.0)}, "a positive number"),
+        ({"noise": -0.1}, "noise -0.1: 0 or more"),
+        ({"noise": (1.0, float("nan"))}, "0 or more"),
+        ({"noise": (1.0, 0.5, 0.0)}, "one number for the start"),
         ({"temperature": (1.0, 1.0, 1.0)}, "one for the end"),
         ({"schedule": "linear"}, "schedule='linear': there are cosine, constant, paper"),
         ({"final": "max"}, "final='max': there are argmax, sample"),
@@ -133,6 +136,15 @@ def test_options_of_select_and_of_learning_are_told_apart():
     assert how == {"steps": 3, "lr": 1.0}
 
 
-def test_without_a_budget_there_are_five_hundred_steps():
-    assert DEFAULT_STEPS == 500
-    assert Settings().steps is None
+def test_without_a_budget_there_are_two_minutes():
+    assert DEFAULT_MINUTES == 2
+    assert Settings().budget_minutes == 2
+    assert Settings(minutes=0.5).budget_minutes == 0.5
+    assert Settings(steps=5).budget_minutes is None
+    assert Settings(epochs=5).budget_minutes is None
+
+
+def test_the_noise_falls_to_its_end_at_four_fifths_of_the_run():
+    assert [Settings().noise_at(f) for f in (0, 0.4, 0.8, 0.9, 1)] == pytest.approx([1, 0.5, 0, 0, 0])
+    assert {Settings(noise=0.7).noise_at(f) for f in (0, 0.3, 1)} == {0.7}
+    assert Settings(noise=(2.0, 1.0)).pace_at(0.4, 0).noise == pytest.approx(1.5)

@@ -20,11 +20,14 @@ def learn(
     data: o.DataPath,
     weights: o.Weights = None,
     out: o.OptionalOut = None,
-    steps: Annotated[int | None, typer.Option(help="Budget in steps (default 500).")] = None,
+    steps: Annotated[int | None, typer.Option(help="Budget in steps.")] = None,
     epochs: Annotated[float | None, typer.Option(help="Budget in passes over the images.")] = None,
-    minutes: Annotated[float | None, typer.Option(help="Budget in minutes.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="Budget in minutes (default 2).")] = None,
     objective: Annotated[str | None, typer.Option(help="distill (default, no labels needed) or task.")] = None,
-    match: Annotated[str, typer.Option(help="What distilling matches: both, outputs or features.")] = "both",
+    match: Annotated[
+        str,
+        typer.Option(help="Matched in distilling: both (outputs and features), outputs, features or probabilities."),
+    ] = "both",
     features: Annotated[
         list[str] | None, typer.Option(help="Blocks to match, by glob (default: found); repeatable.")
     ] = None,
@@ -33,7 +36,11 @@ def learn(
     ] = None,
     alpha: Annotated[float | None, typer.Option(help="Sharpness of the start (default 8).")] = None,
     temperature: Annotated[float | None, typer.Option(help="Of the Gumbel-Softmax (default 1).")] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate of the logits (default 0.1).")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate of the logits (default 0.05).")] = None,
+    noise: Annotated[
+        float | None, typer.Option(help="Scale of the Gumbel noise (default: from 1 to 0 at four fifths of the run).")
+    ] = None,
+    augment: Annotated[bool, typer.Option(help="Flip, crop and mix the images that are distilled on.")] = True,
     accumulate: Annotated[int, typer.Option(help="Batches per step.")] = 1,
     preset: Annotated[str | None, typer.Option(help="'paper': the paper's own recipe; needs labels.")] = None,
     classes: o.Classes = None,
@@ -111,6 +118,8 @@ def learn(
         "alpha": alpha,
         "lr": lr,
         "temperature": temperature,
+        "noise": noise,
+        "augment": None if augment else False,
         "features": tuple(features) if features else None,
         "start": None if start is None else halve.load(start) if Path(start).is_file() else start,
     }

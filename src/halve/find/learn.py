@@ -64,12 +64,14 @@ def learn(
 
     `data` gives batches of images, labels are not needed. The model stays as it is. Options, all with defaults:
 
-    - budget: `steps` (500), `epochs`, or `minutes`; `accumulate` batches per step.
+    - budget: `minutes` (2), `steps`, or `epochs`; `accumulate` batches per step.
     - `objective`: "distill" matches the dense network's outputs and the features of its blocks (`match`: "both",
-      "outputs" or "features"; `features` names blocks by glob); "task" is cross-entropy; or a function of `Views`.
+      "outputs", "features", or "probabilities"; `features` names blocks by glob); "task" is cross-entropy; or a
+      function of `Views`. `augment` (True) varies the images that are distilled on: flips, crops, mixtures.
     - `start`: "magnitude" or another score, with sharpness `alpha` (8); a MaskSet to go on from; "glorot" for random.
-    - `temperature` (1.0, or a pair for a schedule), `hard` samples, `final` "argmax" or "sample", `seed`.
-    - `lr` (0.1), `betas`, `weight_decay`, `schedule` ("cosine", "constant"), for AdamW.
+    - `noise`: scale of the Gumbel noise, from 1 at the start to 0 at four fifths of the run, where sampling has become
+      the final choice; `temperature` (1.0, or a pair), `hard` samples, `final` "argmax" or "sample", `seed`.
+    - `lr` (0.05), `betas`, `weight_decay`, `schedule` ("cosine", "constant"), for AdamW.
     - `permute`: first look for channel orders in which blocks keep more, for at most `permute_seconds`; see `prune`.
       Masks to start from bring their own orders.
     - `preset="paper"`: the paper's recipe.
@@ -125,6 +127,7 @@ def learn(
         seed=settings.seed,
         rank=ranks.rank,
         autocast=_autocast(precision, ranks.device),
+        augment=settings.augment and settings.objective == "distill" and forward is None,
     )
     identity = {
         "settings": settings.described(),

@@ -8,9 +8,10 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from halve.errors import LearningError, ModelError, listed
-from halve.find.batches import Forward, run
-from halve.find.objective import Objective, Views, watching
-from halve.find.sampling import Sampler
+from halve.find.augment import augmented
+from halve.find.batches import Forward, images_of, run, to_device
+from halve.find.objective import DISTILLATIONS, Objective, Views, watching
+from halve.find.sampling import Sampler, generator_of
 
 
 class Learner(nn.Module):
@@ -33,12 +34,13 @@ class Learner(nn.Module):
         seed: int = 0,
         rank: int = 0,
         autocast: torch.dtype | None = None,
+        augment: bool = False,
     ) -> None:
         super().__init__()
         self.sampler, self.objective, self.blocks = sampler, objective, blocks
         self._frozen = (Call(model, forward),)
         self._dense, self._hard = dense, hard
-        self._seed, self._rank, self._autocast = seed, rank, autocast
+        self._seed, self._rank, self._autocast, self._augment = seed, rank, autocast, augment
 
     @property
     def _call(self) -> "Call":
@@ -49,17 +51,38 @@ class Learner(nn.Module):
         """The frozen model."""
         return self._call.inner
 
-    def forward(self, batch: Any, step: int, temperature: float, micro: int = 0) -> Tensor:
+    @property
+    def repeatable(self) -> bool:
+        """Whether every step does the same work: halve's own objectives on images, and no forward of the user's."""
+        return self.objective in DISTILLATIONS and not self._call.custom
+
+    def forward(self, batch: Any, step: int, temperature: float, micro: int = 0, noise: float = 1.0) -> Tensor:
         """The loss of the batch; `micro` counts the batches of one step when gradients are accumulated."""
+        return self.loss(self.varied(batch, step, micro), self.draw(step, micro), temperature, noise)
+
+    def draw(self, step: int, micro: int = 0) -> list[Tensor]:
+        """The noise of one step."""
+        return self.sampler.draw(self._seed, step, self._rank + 1000 * micro)
+
+    def varied(self, batch: Any, step: int, micro: int = 0) -> Any:
+        """The batch, its images augmented where that is asked for."""
+        if not self._augment:
+            return batch
+        images = to_device(images_of(batch), self.model)
+        if images.dim() != 4 or min(images.shape[2:]) < 8:
+            return images
+        generator = generator_of(images.device, self._seed + 1, step, self._rank + 1000 * micro)
+        return augmented(images, generator)
+
+    def loss(self, batch: Any, gumbel: list[Tensor], temperature: float | Tensor, noise: float | Tensor) -> Tensor:
+        """The loss of a batch as it is, for noise that was drawn."""
         device = self.sampler.logits.device.type
         with torch.autocast(device, self._autocast or torch.bfloat16, enabled=self._autocast is not None):
             dense_output, dense_features = None, []
             if self._dense:
                 with torch.no_grad(), watching(self.model, self.blocks) as dense_features:
                     dense_output = self._call(batch)
-            weights = self.sampler.sample(
-                temperature=temperature, seed=self._seed, step=step, rank=self._rank + 1000 * micro, hard=self._hard
-            )
+            weights = self.sampler.masked(gumbel, temperature, noise, self._hard)
             with watching(self.model, self.blocks) as features:
                 output = self._call.with_weights(weights, batch)
         if self.blocks and not features:
@@ -75,7 +98,7 @@ class Learner(nn.Module):
             raise LearningError("the objective does not depend on the masked weights: no gradient reaches the logits")
         return loss.reshape(())
 
-    def blame(self, batch: Any, step: int, temperature: float) -> str | None:
+    def blame(self, batch: Any, step: int, temperature: float, noise: float = 1.0) -> str | None:
         """The first layer whose output is not finite on this batch, if there is one."""
         names: list[str] = []
 
@@ -89,7 +112,7 @@ class Learner(nn.Module):
         handles = [m.register_forward_hook(hook(name)) for name, m in self.model.named_modules() if name]
         try:
             with torch.no_grad():
-                self(batch, step, temperature)
+                self(batch, step, temperature, noise=noise)
         finally:
             for handle in handles:
                 handle.remove()
@@ -102,6 +125,7 @@ class Call(nn.Module):
     def __init__(self, inner: nn.Module, forward: Forward | None) -> None:
         super().__init__()
         self.inner, self._forward = inner, forward
+        self.custom = forward is not None
 
     def forward(self, batch: Any) -> Tensor:
         return run(self.inner, batch, self._forward)

@@ -18,11 +18,13 @@ from halve.find.feed import Feed
 from halve.find.interrupt import deferred_interrupt
 from halve.find.learner import Learner
 from halve.find.ranks import Ranks
+from halve.find.replay import Replay
 from halve.find.reporting import Report, Reporter
-from halve.find.settings import DEFAULT_STEPS, Settings
+from halve.find.settings import Pace, Settings
 from halve.find.trial import Estimate, try_step
 from halve.masks.mask import MaskSet
 
+_EPSILON = 1e-10  # gradients are tiny where there are millions of blocks
 _LOOK_EVERY = 10  # steps between looks at entropy and changed blocks, and on a GPU at anything: looking waits for it
 
 
@@ -50,14 +52,17 @@ class Loop:
             lr=settings.lr,
             betas=settings.betas,
             weight_decay=settings.weight_decay,
+            eps=_EPSILON,
             fused=self.logits.is_cuda,
         )
         self.start_codes = learner.sampler.codes()
         self.step, self.batches, self.before, self.images = 0, 0, 0.0, 0
         self.whole = True  # False while a step is half done: such a state must not be saved
-        self.recent: list[tuple[Any, int, float]] = []  # what was learned from since the last look
+        self.recent: list[tuple[Any, int, Pace]] = []  # what was learned from since the last look
         self.changed, self.entropy = 0.0, learner.sampler.entropy()
+        self.minutes = settings.budget_minutes
         self.steps = self._planned_steps()
+        self.replay: Replay | str = "not tried yet"
 
     def run(self, resume: bool) -> MaskSet:
         """Learn until the budget is spent, the data runs dry or somebody presses Ctrl-C."""
@@ -89,7 +94,6 @@ class Loop:
         estimated = False
         while self._fraction() < 1:
             fraction = self._fraction()
-            temperature = self.settings.temperature_at(fraction)
             try:
                 batches = [self.feed.next() for _ in range(self.settings.accumulate)]
             except StopIteration:
@@ -98,19 +102,20 @@ class Loop:
                 if interrupted():  # Ctrl-C reached the loader's worker processes too
                     raise KeyboardInterrupt from None
                 raise
-            lr = self.settings.lr_at(fraction, self.feed.epoch)
+            pace = self.settings.pace_at(fraction, self.feed.epoch)
             if not estimated:
-                self._estimate(batches[0], temperature)
+                self._estimate(batches[0], pace.temperature)
+                self.replay = self._recorded(batches)
                 estimated = True
                 self.began = time.perf_counter()
                 self._save(first=True)
-            loss = self._gradient(wrapped, batches, temperature)
-            self.recent += [(batch, self.step, temperature) for batch in batches]
+            loss = self._gradient(wrapped, batches, pace)
+            self.recent += [(batch, self.step, pace) for batch in batches]
             bad |= ~self._guarded_gradient_()
             if self.ranks.count == 1:  # the gradient is the same on all ranks, the loss is not, and all must stop alike
                 bad |= ~loss.isfinite()
             for group in self.optimizer.param_groups:
-                group["lr"] = lr
+                group["lr"] = pace.lr
             self.whole = False
             self.optimizer.step()
             self.step += 1
@@ -122,21 +127,29 @@ class Loop:
                 if bool(bad):
                     self._give_up()
                 self.recent.clear()
-                self._report(float(loss), lr, temperature, look)
+                self._report(float(loss), pace, look)
             if self.path is not None and time.perf_counter() - self.saved >= self.every:
                 self._save()
             if self.ranks.agree(float(interrupted())):
                 raise KeyboardInterrupt
         return "finished"
 
-    def _gradient(self, wrapped: Any, batches: list[Any], temperature: float) -> Tensor:
+    def _recorded(self, batches: list[Any]) -> Replay | str:
+        """The step as a CUDA graph, or why it runs as it is."""
+        if self.ranks.count > 1 or len(batches) > 1:
+            return "several ranks, or several batches in a step"
+        return Replay.recorded(self.learner, batches[0])
+
+    def _gradient(self, wrapped: Any, batches: list[Any], pace: Pace) -> Tensor:
+        if isinstance(self.replay, Replay) and self.replay.fits(batches[0]):
+            return self.replay.gradient_(batches[0], self.step, pace.temperature, pace.noise)
         self.optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), device=self.logits.device)
         for micro, batch in enumerate(batches):
             last = micro == len(batches) - 1
             quiet = wrapped.no_sync() if isinstance(wrapped, DistributedDataParallel) and not last else nullcontext()
             with quiet:
-                loss = wrapped(batch, self.step, temperature, micro) / len(batches)
+                loss = wrapped(batch, self.step, pace.temperature, micro, pace.noise) / len(batches)
                 loss.backward()
             total += loss.detach()
         return total
@@ -153,17 +166,17 @@ class Loop:
         """Share of the budget that is spent; the first rank's clock counts."""
         if self.steps is not None:
             return self.step / self.steps
-        assert self.settings.minutes is not None
-        return self.ranks.agree(self._seconds() / (60 * self.settings.minutes))
+        assert self.minutes is not None
+        return self.ranks.agree(self._seconds() / (60 * self.minutes))
 
     def _seconds(self) -> float:
         return self.before + time.perf_counter() - self.began
 
     def _planned_steps(self) -> int | None:
-        if self.settings.minutes is not None:
+        if self.minutes is not None:
             return None
         if self.settings.epochs is None:
-            return self.settings.steps or DEFAULT_STEPS
+            return self.settings.steps
         if self.feed.length is None:
             raise DataError("epochs= needs data with a length, such as a DataLoader; give steps= or minutes= instead")
         return max(1, round(self.settings.epochs * self.feed.length / self.settings.accumulate))
@@ -171,19 +184,17 @@ class Loop:
     def _estimate(self, batch: Any, temperature: float) -> None:
         seconds, peak = try_step(self.learner, batch, temperature)
         per_step = seconds * self.settings.accumulate
-        if self.steps is None:
-            whole = 60 * (self.settings.minutes or 0) - self.before
-        else:
-            whole = per_step * (self.steps - self.step)
+        left = 60 * (self.minutes or 0) - self.before
+        whole = left if self.steps is None else per_step * (self.steps - self.step)
         self.reporter.tell(Estimate(per_step, whole, peak, self.steps))
 
-    def _report(self, loss: float, lr: float, temperature: float, look: bool) -> None:
+    def _report(self, loss: float, pace: Pace, look: bool) -> None:
         if look:
             self.entropy = self.learner.sampler.entropy()
             self.changed = float((self.learner.sampler.codes() != self.start_codes).double().mean())
         here = max(time.perf_counter() - self.began, 1e-9)
         rate = (self.step - self.first_step) / here
-        left = (self.steps - self.step) / rate if self.steps else 60 * (self.settings.minutes or 0) - self._seconds()
+        left = (self.steps - self.step) / rate if self.steps else 60 * (self.minutes or 0) - self._seconds()
         images = self.images * self.ranks.count / here
         report = Report(
             self.step,
@@ -191,8 +202,9 @@ class Loop:
             loss,
             self.entropy,
             self.changed,
-            lr,
-            temperature,
+            pace.lr,
+            pace.temperature,
+            pace.noise,
             images,
             self._seconds(),
             max(left, 0.0),
@@ -247,7 +259,7 @@ class Loop:
 
     def _give_up(self) -> None:
         self._save()
-        found = (self.learner.blame(batch, step, temperature) for batch, step, temperature in self.recent)
+        found = (self.learner.blame(batch, step, pace.temperature, pace.noise) for batch, step, pace in self.recent)
         layer = next((name for name in found if name is not None), None)
         raise LearningError(
             f"the loss is NaN or infinite by step {self.step}, "
@@ -261,7 +273,9 @@ class Loop:
         return f"resume=True goes on from {self.path}" if self.path else "with checkpoint=FILE it could be resumed"
 
     def _masks(self, ended: str) -> MaskSet:
-        return self.masks_now({"steps_done": self.step, "seconds": round(self._seconds(), 1), "ended": ended})
+        replayed = isinstance(self.replay, Replay)
+        told = {"steps_done": self.step, "seconds": round(self._seconds(), 1), "ended": ended, "replayed": replayed}
+        return self.masks_now(told)
 
 
 def _images_in(batch: Any) -> int:

@@ -1,5 +1,6 @@
 """What learning compares: outputs, features of blocks, labels."""
 
+import math
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,8 +15,12 @@ from torch import Tensor, nn
 from halve.errors import DataError, ModelError, listed
 from halve.find.batches import labels_of, main_output
 
-Match = Literal["both", "outputs", "features"]
-FEATURE_WEIGHT = 10.0  # of the mean relative error of the features, beside the divergence of the outputs
+Match = Literal["both", "outputs", "features", "probabilities"]
+FEATURE_WEIGHT = 10.0  # of the mean relative error of the features, beside that of the outputs
+OUTPUT_WEIGHT = 5.0
+DEPTH = (
+    1.0  # the last block counts exp(2 DEPTH) times as much as the first: what is lost early can still be made up for
+)
 
 
 @dataclass(frozen=True)
@@ -41,33 +46,57 @@ Objective = Callable[[Views], Tensor]
 
 
 def distill_outputs(views: Views) -> Tensor:
-    """Mean KL divergence of the masked network's class scores from the dense network's.
+    """Mean over images of the relative squared error of the outputs.
 
-    Classes lie along axis 1 of outputs such as (n, classes) and (n, classes, height, width), along the last of
-    (n, positions, classes).
+    Class scores are compared less their mean, since only their differences count. All classes count alike, also those
+    that the images do not show: that is what carries over to other images. Classes lie along axis 1 of outputs such as
+    (n, classes) and (n, classes, height, width), along the last of (n, positions, classes).
     """
-    assert views.dense_output is not None
-    axis = 2 if views.output.dim() == 3 else 1
-    if views.output.dim() < 2 or views.output.shape[axis] < 2:
+    theirs = _dense_output(views).float()
+    ours = views.output.float()
+    axis = _class_axis(ours)
+    if axis is not None:
+        ours, theirs = (scores - scores.mean(axis, keepdim=True) for scores in (ours, theirs))
+    difference, scale = ((x.flatten(1) if x.dim() > 1 else x[:, None]).square().sum(1) for x in (ours - theirs, theirs))
+    return OUTPUT_WEIGHT * (difference / scale.clamp(min=1e-12)).mean()
+
+
+def distill_probabilities(views: Views) -> Tensor:
+    """Mean KL divergence of the masked network's class probabilities from the dense network's."""
+    dense = _dense_output(views)
+    axis = _class_axis(views.output)
+    if axis is None:
         raise ModelError(
             f"outputs of shape {tuple(views.output.shape)} are no class scores to compare: "
-            f"match='features' compares blocks alone, or pass an objective of your own"
+            f"match='both' compares outputs of any kind, or pass an objective of your own"
         )
+    ours = views.output.float().log_softmax(axis)
+    theirs = dense.float().log_softmax(axis)
+    return F.kl_div(ours, theirs, reduction="none", log_target=True).sum(axis).mean()
+
+
+def _dense_output(views: Views) -> Tensor:
+    assert views.dense_output is not None
     if views.output.shape != views.dense_output.shape:
         raise ModelError(
             f"the masked network gives outputs of shape {tuple(views.output.shape)}, the dense one "
             f"{tuple(views.dense_output.shape)}: match='features', or a forward= whose outputs can be compared"
         )
-    ours = views.output.float().log_softmax(axis)
-    theirs = views.dense_output.float().log_softmax(axis)
-    return F.kl_div(ours, theirs, reduction="none", log_target=True).sum(axis).mean()
+    return views.dense_output
+
+
+def _class_axis(output: Tensor) -> int | None:
+    axis = 2 if output.dim() == 3 else 1
+    return axis if output.dim() > 1 and output.shape[axis] > 1 else None
 
 
 def distill_features(views: Views) -> Tensor:
-    """Mean over blocks of the relative squared error of their outputs."""
+    """Mean over blocks of the relative squared error of their outputs, later blocks weighted more."""
     pairs = zip(views.features, views.dense_features, strict=True)
     errors: list[Tensor] = [_RelativeError.apply(ours, theirs) for ours, theirs in pairs]
-    return FEATURE_WEIGHT * torch.stack(errors).mean()
+    depths = [math.exp(2 * DEPTH * place / max(len(errors) - 1, 1)) for place in range(len(errors))]
+    total = sum((depth * error for depth, error in zip(depths, errors, strict=True)), torch.zeros(()).to(errors[0]))
+    return FEATURE_WEIGHT * total / sum(depths)
 
 
 class _RelativeError(torch.autograd.Function):
@@ -94,6 +123,14 @@ def _squares(x: Tensor) -> Tensor:
 def distill_both(views: Views) -> Tensor:
     """Outputs and features together."""
     return distill_outputs(views) + distill_features(views)
+
+
+DISTILLATIONS: dict[Objective, Match] = {
+    distill_both: "both",
+    distill_outputs: "outputs",
+    distill_features: "features",
+    distill_probabilities: "probabilities",
+}
 
 
 def task(views: Views) -> Tensor:
@@ -172,15 +209,12 @@ def objective_named(name: str | Objective, match: Match) -> Objective:
     """'distill' by what is matched, 'task', or the user's own."""
     if callable(name):
         return name
-    known: dict[tuple[str, str], Objective] = {
-        ("distill", "both"): distill_both,
-        ("distill", "outputs"): distill_outputs,
-        ("distill", "features"): distill_features,
-    }
+    known = {match: objective for objective, match in DISTILLATIONS.items()}
     if name == "task":
         return task
-    if (name, match) not in known:
+    if name != "distill" or match not in known:
         raise ModelError(
-            f"objective={name!r}, match={match!r}: there are 'distill' (both, outputs, features) and 'task'"
+            f"objective={name!r}, match={match!r}: there are 'distill' (both, outputs, features, probabilities) "
+            f"and 'task'"
         )
-    return known[name, match]
+    return known[match]

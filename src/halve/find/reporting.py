@@ -25,6 +25,7 @@ class Report:
     changed: float
     lr: float
     temperature: float
+    noise: float
     images_per_s: float
     seconds: float
     seconds_left: float

@@ -16,6 +16,7 @@ from halve.masks.pattern import Pattern
 Final = Literal["argmax", "sample"]
 FORBIDDEN = -1e4  # beside the logits, not among them: weight decay must not bring it back
 _STEP, _RANK = 1_000_003, 7_919  # spread the seeds of steps and ranks
+_TINY = 1e-30  # noise must stay finite: it may be multiplied by zero
 
 
 @dataclass(frozen=True)
@@ -60,17 +61,28 @@ class Sampler(nn.Module):
         self.logits = nn.Parameter(torch.cat(parts))
 
     def sample(
-        self, *, temperature: float, seed: int, step: int, rank: int = 0, hard: bool = True
+        self, *, temperature: float, seed: int, step: int, rank: int = 0, hard: bool = True, noise: float = 1.0
     ) -> dict[str, Tensor]:
         """Masked weights by layer name: one Gumbel-Softmax sample, differentiable by the logits."""
-        generator = torch.Generator(self.logits.device).manual_seed(seed + _STEP * (step + 1) + _RANK * rank)
+        return self.masked(self.draw(seed, step, rank), temperature, noise, hard)
+
+    def draw(self, seed: int, step: int, rank: int = 0) -> list[Tensor]:
+        """The Gumbel noise of one sample, for each family."""
+        generator = generator_of(self.logits.device, seed, step, rank)
+        noises = [torch.empty_like(logits) for logits in self.split(self.logits.detach())]
+        return [noise.exponential_(generator=generator).clamp_(min=_TINY).log_().neg_() for noise in noises]
+
+    def masked(
+        self, gumbel: Sequence[Tensor], temperature: float | Tensor, noise: float | Tensor, hard: bool = True
+    ) -> dict[str, Tensor]:
+        """Masked weights for noise that was drawn; `noise` scales it: without any, the likeliest codes are taken."""
         result: dict[str, Tensor] = {}
         for index, (family, logits) in enumerate(zip(self.families, self.legal_logits(), strict=True)):
-            noise = torch.empty_like(logits).exponential_(generator=generator).log_().neg_()
+            scaled = gumbel[index] * noise
             if hard:
-                kept: Tensor = _HardSample.apply(logits, noise, self._table(index), temperature)
+                kept: Tensor = _HardSample.apply(logits, scaled, self._table(index), temperature)
             else:
-                kept = ((logits + noise) / temperature).softmax(1) @ self._table(index)
+                kept = ((logits + scaled) / temperature).softmax(1) @ self._table(index)
             result |= self._layers(family, kept * self._weights(index))
         return result
 
@@ -137,6 +149,11 @@ class Sampler(nn.Module):
         return self.get_buffer(f"table{index}")
 
 
+def generator_of(device: torch.device, seed: int, step: int, rank: int = 0) -> torch.Generator:
+    """All chance of one step on one rank."""
+    return torch.Generator(device).manual_seed(seed + _STEP * (step + 1) + _RANK * rank)
+
+
 def relative(scores: Tensor) -> Tensor:
     """Scores of blocks (blocks, M) over the mean size of their block's; a block of zeros stays zero."""
     return scores / scores.abs().mean(1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
@@ -151,7 +168,7 @@ class _HardSample(torch.autograd.Function):
     """Forward the code that Gumbel-Max draws, backward the gradient of Gumbel-Softmax (straight through)."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, noise: Tensor, table: Tensor, temperature: float) -> Tensor:
+    def forward(ctx: Any, logits: Tensor, noise: Tensor, table: Tensor, temperature: float | Tensor) -> Tensor:
         noisy = noise.add_(logits)
         kept = table[noisy.argmax(1)]
         ctx.save_for_backward(noisy.div_(temperature).softmax(1), table)

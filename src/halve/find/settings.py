@@ -5,7 +5,7 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from halve.errors import ModelError, listed
 from halve.find.objective import Match, Objective
@@ -14,7 +14,8 @@ from halve.find.sampling import Final
 from halve.find.select import SelectOptions
 from halve.masks.mask import MaskSet
 
-DEFAULT_STEPS = 500
+DEFAULT_MINUTES = 2.0
+NOISE_UNTIL = 0.8  # share of a run after which the noise stays at its last value
 
 
 class LearnOptions(SelectOptions, total=False):
@@ -26,8 +27,10 @@ class LearnOptions(SelectOptions, total=False):
     start: str | ScoreFunction | MaskSet
     alpha: float
     temperature: float | tuple[float, float]
+    noise: float | tuple[float, float]
     hard: bool
     final: Final
+    augment: bool
     lr: float
     betas: tuple[float, float]
     weight_decay: float
@@ -37,6 +40,14 @@ class LearnOptions(SelectOptions, total=False):
     minutes: float | None
     accumulate: int
     seed: int
+
+
+class Pace(NamedTuple):
+    """What changes from step to step."""
+
+    lr: float
+    temperature: float
+    noise: float
 
 
 @dataclass(frozen=True)
@@ -49,10 +60,12 @@ class Settings:
     start: str | ScoreFunction | MaskSet = "magnitude"
     alpha: float = 8.0
     temperature: float | tuple[float, float] = 1.0
+    noise: float | tuple[float, float] = (1.0, 0.0)
     hard: bool = True
     final: Final = "argmax"
-    lr: float = 0.1
-    betas: tuple[float, float] = (0.9, 0.95)
+    augment: bool = True
+    lr: float = 0.05
+    betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.0
     schedule: Literal["cosine", "constant", "paper"] = "cosine"
     steps: int | None = None
@@ -86,6 +99,9 @@ class Settings:
             raise ModelError(
                 f"temperature {self.temperature}: a positive number, or one for the start and one for the end"
             )
+        noises = self.noises
+        if len(noises) != 2 or not all(_is_number(value) and value >= 0 for value in noises):
+            raise ModelError(f"noise {self.noise}: 0 or more, or one number for the start and one for the end")
         choices = {"schedule": ("cosine", "constant", "paper"), "final": ("argmax", "sample")}
         for name, allowed in choices.items():
             if getattr(self, name) not in allowed:
@@ -117,6 +133,29 @@ class Settings:
         """
         first, last = self.temperatures
         return float(first * (last / first) ** fraction)
+
+    @property
+    def noises(self) -> tuple[float, float]:
+        """Scale of the Gumbel noise at the start and at the end."""
+        return self.noise if isinstance(self.noise, tuple) else (self.noise, self.noise)
+
+    def noise_at(self, fraction: float) -> float:
+        """Linear from start to end, which is reached at four fifths of the run.
+
+        >>> [round(Settings().noise_at(fraction), 2) for fraction in (0.0, 0.4, 0.8, 1.0)]
+        [1.0, 0.5, 0.0, 0.0]
+        """
+        first, last = self.noises
+        return first + (last - first) * min(fraction / NOISE_UNTIL, 1.0)
+
+    @property
+    def budget_minutes(self) -> float | None:
+        """Minutes that the run may take; None where steps or epochs are counted instead."""
+        return self.minutes or (DEFAULT_MINUTES if self.steps is None and self.epochs is None else None)
+
+    def pace_at(self, fraction: float, epoch: int) -> "Pace":
+        """What changes along the run."""
+        return Pace(self.lr_at(fraction, epoch), self.temperature_at(fraction), self.noise_at(fraction))
 
     def lr_at(self, fraction: float, epoch: int) -> float:
         """The learning rate after this fraction of the run, in this epoch."""
@@ -158,7 +197,9 @@ def preset_options(name: str | None) -> dict[str, Any]:
         "objective": "task",
         "start": "glorot",
         "temperature": 0.1,
+        "noise": 1.0,
         "final": "sample",
+        "augment": False,
         "lr": 1.0,
         "betas": (0.9, 0.999),
         "weight_decay": 1e-4,
