@@ -1,0 +1,211 @@
+"""What 2:4 masks cost on real checkpoints: magnitude, permuted, the paper's recipe, and the defaults of `halve.learn`.
+
+    python experiments/accuracy.py ASSETS --network cifar_resnet20 [--methods halve ...] [--seeds 0 1 2] [--device cuda]
+
+ASSETS is laid out as for one_shot.py, with tiny200_train/ beside. Masks are learned from training images alone; weights
+and BatchNorm statistics are compared bit for bit before and after. The evaluation images are looked at once, at the
+end: settings are chosen with --held-back, which learns without a part of the training images and measures on that part.
+Writes experiments/results/accuracy.json, one record per measurement.
+"""
+
+import argparse
+import copy
+import datetime
+import json
+import platform
+import time
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from PIL import Image
+from torch import Tensor, nn
+
+import halve
+from halve.sources.data import IMAGENET_MEAN, IMAGENET_STD
+from halve.sources.models import load_model
+
+RESULTS = Path(__file__).parent / "results" / "accuracy.json"
+METHODS = ("dense", "magnitude", "magnitude_permuted", "paper", "halve", "halve_recalibrated")
+
+
+class Network(NamedTuple):
+    checkpoint: str
+    train: tuple[str, ...]
+    size: int  # of the images that are learned from
+    batch: int
+    tests: dict[str, tuple[str, str]]  # what is measured: folder, metric
+
+
+CIFAR = {"CIFAR-10 test": ("cifar10/test", "top1")}
+PHOTOS = {
+    "500 ImageNet photos of 500 classes": ("in1000_dev", "agreement"),
+    "500 ImageNet photos of 20 classes": ("in20_val_dev", "top1"),
+}
+NETWORKS = {
+    "cifar_resnet20": Network("cifar10_resnet20", ("cifar10/train",), 32, 256, CIFAR),
+    "cifar_resnet56": Network("cifar10_resnet56", ("cifar10/train",), 32, 256, CIFAR),
+    "resnet50_v1": Network("resnet50_v1_imagenet", ("in20_train", "tiny200_train"), 160, 128, PHOTOS),
+}
+
+
+class Pictures:
+    """Images in memory on a device, in batches of (images, labels), in a new random order for every pass."""
+
+    def __init__(self, pixels: Tensor, labels: Tensor, batch: int, seed: int | None = None) -> None:
+        self.pixels, self.labels, self.batch, self.seed = pixels, labels, batch, seed
+        self.passes = 0
+        self.mean, self.std = (
+            torch.tensor(values, device=pixels.device).reshape(1, 3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD)
+        )
+
+    def __len__(self) -> int:
+        return -(-len(self.pixels) // self.batch) if self.seed is None else len(self.pixels) // self.batch
+
+    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
+        order = torch.arange(len(self.pixels))
+        if self.seed is not None:
+            order = torch.randperm(len(order), generator=torch.Generator().manual_seed(1000 * self.seed + self.passes))
+            self.passes += 1
+        order = order.to(self.pixels.device)
+        for index in order.split(self.batch)[: len(self)]:
+            yield (self.pixels[index].float() / 255 - self.mean) / self.std, self.labels[index]
+
+    def part(self, chosen: Tensor, seed: int | None) -> "Pictures":
+        return Pictures(self.pixels[chosen], self.labels[chosen], self.batch, seed)
+
+
+def decoded(file: Path, size: int | None) -> np.ndarray:
+    image = Image.open(file).convert("RGB")
+    return np.asarray(image if size is None else image.resize((size, size), Image.Resampling.BICUBIC))
+
+
+def load(assets: Path, folders: tuple[str, ...], size: int | None, batch: int, device: str) -> Pictures:
+    """All images of some folders of classes; labels count the classes as the network does."""
+    files = sorted(file for folder in folders for file in (assets / folder).glob("*/*") if file.is_file())
+    wnids = (assets / "imagenet_wnids.txt").read_text().split()
+    names = wnids if files[0].parent.name in wnids else sorted({file.parent.name for file in files})
+    classes = {name: index for index, name in enumerate(names)}
+    with ProcessPoolExecutor() as pool:
+        pixels = list(pool.map(decoded, files, [size] * len(files), chunksize=256))
+    labels = torch.tensor([classes[file.parent.name] for file in files])
+    return Pictures(torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).to(device), labels.to(device), batch)
+
+
+def held_back(pictures: Pictures) -> Tensor:
+    """Every tenth class where there are many, every tenth image where there are few: True for what is held back."""
+    classes = pictures.labels.unique()
+    if len(classes) > 50:
+        return torch.isin(pictures.labels, classes[5::10])
+    return torch.arange(len(pictures.labels), device=pictures.labels.device) % 10 == 0
+
+
+def found(model: nn.Module, method: str, train: Pictures, seed: int, options: dict[str, Any]) -> halve.MaskSet:
+    """The masks of one method."""
+    if method == "dense":
+        return halve.MaskSet({})
+    if method.startswith("magnitude"):
+        example = next(iter(train))[0] if method == "magnitude_permuted" else None
+        return halve.prune(model, permute=example is not None, example=example)
+    preset = "paper" if method == "paper" else None
+    return halve.learn(model, train, preset=preset, seed=seed, **options)
+
+
+def measured(model: nn.Module, masks: halve.MaskSet, data: Pictures, metric: str) -> float:
+    result = halve.evaluate(model, masks, data)
+    return float(getattr(result, metric))
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("assets", type=Path)
+    parser.add_argument("--network", required=True, choices=list(NETWORKS))
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
+    parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--minutes", type=float, help="for learning; what halve.learn does by itself if not given")
+    parser.add_argument("--options", type=json.loads, default={}, help="of halve.learn, as JSON, to try others")
+    parser.add_argument("--held-back", action="store_true", help="choose settings: print, and record nothing")
+    parser.add_argument("--note", default="", help="what else ran on the same device")
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    network = NETWORKS[options.network]
+    path = options.assets / f"{network.checkpoint}.safetensors"
+    model = load_model(f"{options.assets / 'zoo.py'}:{options.network}", path).model.to(options.device)
+    before = copy.deepcopy(model.state_dict())
+    everything = load(options.assets, network.train, network.size, network.batch, options.device)
+    tests: dict[str, tuple[Pictures, str]]
+    kept = torch.ones_like(everything.labels, dtype=torch.bool)
+    if options.held_back:
+        kept = ~held_back(everything)
+        back = everything.part(~kept, None)
+        tests = {"held back": (back, "agreement"), "held back, KL": (back, "kl")}
+    else:
+        tests = {
+            what: (load(options.assets, (folder,), None, 250, options.device), metric)
+            for what, (folder, metric) in network.tests.items()
+        }
+    learning = dict(options.options) | ({"minutes": options.minutes} if options.minutes else {})
+    records: list[dict[str, Any]] = []
+    for seed in options.seeds:
+        masks = halve.MaskSet({})
+        for method in options.methods:
+            train = everything.part(kept, seed)
+            chance = method in ("paper", "halve", "halve_recalibrated")
+            if not chance and seed != options.seeds[0]:
+                continue
+            started = time.perf_counter()
+            if method == "halve_recalibrated" and len(masks):
+                masks = halve.recalibrate(model, masks, [batch for batch, _ in zip(train, range(16), strict=False)])
+            else:
+                masks = found(model, method.removesuffix("_recalibrated"), train, seed, learning)
+            seconds = time.perf_counter() - started
+            assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+            for what, (data, metric) in tests.items():
+                records.append(
+                    {
+                        "network": options.network,
+                        "data": what,
+                        "metric": metric,
+                        "method": method,
+                        "pattern": "2:4",
+                        "value": measured(model, masks, data, metric),
+                        "seed": seed if chance else None,
+                        "seconds": round(seconds, 1),
+                        "settings": {key: masks.recipe.get(key) for key in ("steps_done", "replayed")}
+                        | {"batch": network.batch, "size": network.size, "options": learning},
+                        "hardware": hardware(options.device) + (f", {options.note}" if options.note else ""),
+                        "versions": {"halve": halve.__version__, "torch": torch.__version__},
+                        "date": datetime.date.today().isoformat(),
+                    }
+                )
+                row = [records[-1][key] for key in ("network", "data", "metric", "method", "seed", "value", "seconds")]
+                print(*row, records[-1]["settings"], flush=True)
+    if not options.held_back:
+        write(options.out, records)
+
+
+def hardware(device: str) -> str:
+    if device == "cpu":
+        return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    return torch.cuda.get_device_name()
+
+
+def write(path: Path, records: list[dict[str, Any]]) -> None:
+    """Replace what was measured before of the same kind."""
+    keys = ("network", "data", "metric", "method", "seed")
+    new = {tuple(record[key] for key in keys) for record in records}
+    old = json.loads(path.read_text()) if path.exists() else []
+    kept = [record for record in old if tuple(record[key] for key in keys) not in new]
+    order = sorted(
+        kept + records, key=lambda r: (list(NETWORKS).index(r["network"]), r["data"], METHODS.index(r["method"]))
+    )
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(json.dumps(order, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
