@@ -1,3 +1,5 @@
+import warnings
+
 import pytest
 import torch
 import torchvision
@@ -99,6 +101,42 @@ def test_what_cannot_be_exported_whole_is_captured_in_its_largest_parts():
         "stem.2.weight",
     ]
     assert captured.left == {"unused": "it did not run on the example"}
+
+
+def test_signatures_of_any_kind_are_captured_whole():
+    class Stars(nn.Linear):
+        def forward(self, *args, **kwargs):
+            return super().forward(*args, **kwargs)
+
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Stars(4, 4)
+
+        def forward(self, x, *, scale=1.0):
+            return self.inner(input=x) * scale
+
+    for model in (Stars(4, 4), Named()):
+        captured = capture(model, torch.randn(1, 4))
+        assert captured.whole, captured.reason
+        assert captured.parts[0].free_batch
+
+
+def test_a_scripted_part_does_not_get_in_the_way():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b = nn.Linear(4, 4), torch.jit.script(nn.Linear(4, 4))
+
+        def forward(self, x):
+            x = self.b(self.a(x))
+            return x if float(x.sum()) < 1e9 else -x
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        captured = capture(Mixed(), torch.randn(1, 4))
+    assert "a" in {part.name for part in captured.parts}
+    assert captured.reason
 
 
 def test_what_the_exporter_has_to_say_of_failures_is_not_printed(capfd):

@@ -5,6 +5,7 @@ cannot be exported whole is captured in its largest exportable modules, and the 
 """
 
 import contextlib
+import inspect
 import io
 import logging
 import warnings
@@ -27,8 +28,8 @@ _CALL = "model"  # where a model stands inside of `_Called`
 class Part:
     """A captured module: `name` is its place in the model, "" for the model itself.
 
-    `tensors` gives for each placeholder of the graph that is a parameter or buffer its state-dict name in the model;
-    tensors that are tied have one name, the first.
+    `tensors` gives for each placeholder of the graph that is in the model's state dict its name there; tensors that are
+    tied have one name, the first.
     """
 
     name: str
@@ -64,6 +65,7 @@ class Captured:
 
     parts: tuple[Part, ...]
     left: Mapping[str, str]  # modules with layers that are in no part, and why
+    reason: str = ""  # why the model could not be exported whole
 
     @property
     def whole(self) -> bool:
@@ -84,7 +86,7 @@ def capture(model: nn.Module, example: Any, forward: Callable[[nn.Module, Any], 
     copy = clone(model).eval()
     names = _names(copy)
     arguments = (example,) if forward is not None or not isinstance(example, tuple) else example
-    arguments = tuple(_two_images(argument) for argument in arguments)
+    arguments = tuple(two_images(argument) for argument in arguments)
     root = copy if forward is None else _Called(copy, forward)
     prefix = "" if forward is None else _CALL
     with torch.no_grad(), _quiet():
@@ -95,7 +97,7 @@ def capture(model: nn.Module, example: Any, forward: Callable[[nn.Module, Any], 
     if not parts:
         reasons = listed([f"{name or type(model).__name__}: {why}" for name, why in left.items()], most=3)
         raise ModelError(f"torch.export can capture no part of {type(model).__name__}: {reasons}")
-    return Captured(tuple(parts), left)
+    return Captured(tuple(parts), left, reason)
 
 
 def _in_parts(
@@ -134,10 +136,10 @@ def _in_parts(
 
 def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ExportedProgram | None, str]:
     """The exported module, or None and why not."""
-    shapes = pytree.tree_map(lambda value: {0: Dim.AUTO} if _is_batched(value) else None, (args, kwargs))
-    by_name = None if kwargs else shapes[0]  # with keywords, shapes go by names that only a signature knows
     try:
-        return torch.export.export(module, args, kwargs, dynamic_shapes=by_name, strict=False), ""
+        named = dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
+        shapes = pytree.tree_map(lambda value: {0: Dim.AUTO} if _is_batched(value) else None, named)
+        return torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False), ""
     except Exception as error:  # exporting runs the model's own code on stand-ins, which may raise anything
         first = (str(error).strip().splitlines() or [""])[0]
         return None, f"{type(error).__name__}: {first[:160]}"
@@ -155,7 +157,7 @@ class _Called(nn.Module):
         return self._forward(self.get_submodule(_CALL), batch)
 
 
-def _two_images(example: Any) -> Any:
+def two_images(example: Any) -> Any:
     """The first two images of a batch; one image is doubled. A list of single images stays as it is."""
     if isinstance(example, list) and all(isinstance(image, Tensor) and image.dim() == 3 for image in example):
         return example
@@ -184,6 +186,8 @@ def _tensors(program: ExportedProgram, name: str, prefix: str, names: Mapping[in
     held = {**program.state_dict, **program.constants}
     result = {}
     for placeholder, own in {**signature.inputs_to_parameters, **signature.inputs_to_buffers}.items():
+        if own in signature.non_persistent_buffers:
+            continue  # no checkpoint carries it
         tensor = held.get(own)
         inner = own.removeprefix(f"{prefix}.") if prefix else own
         result[placeholder] = names.get(id(tensor), ".".join(filter(None, (name, inner))))
@@ -201,7 +205,9 @@ def _recording(model: nn.Module, calls: dict[str, tuple[tuple[Any, ...], dict[st
         return note
 
     handles = [
-        module.register_forward_pre_hook(hook(name), with_kwargs=True) for name, module in model.named_modules() if name
+        module.register_forward_pre_hook(hook(name), with_kwargs=True)
+        for name, module in model.named_modules()
+        if name and not isinstance(module, torch.jit.ScriptModule)  # which takes no hooks
     ]
     try:
         yield

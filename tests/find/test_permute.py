@@ -1,10 +1,12 @@
+import time
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 import halve
-from halve.errors import DataError, MaskError, ModelError
+from halve.errors import DataError, LearningWarning, MaskError, ModelError
 from halve.find import permute as permute_module
 from halve.find.select import select
 from halve.masks.layout import plain
@@ -257,8 +259,151 @@ def test_an_order_that_would_change_the_outputs_is_never_returned(monkeypatch):
         return moves
 
     monkeypatch.setattr(permute_module, "moves_of", wrong)
-    with pytest.raises(ModelError, match="moving channels changed the outputs"):
-        halve.prune(tiny.convnet(), permute=True, example=tiny.images())
+    for example in (tiny.images(), torch.zeros(2, 4, 8, 8)):
+        for model in (tiny.convnet(), tiny.convnet().bfloat16()):
+            with pytest.raises(ModelError, match="moving channels changed the outputs"):
+                halve.prune(model, permute=True, example=example)
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self, chance=False):
+        super().__init__()
+        self.a, self.b = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.chance = chance
+
+    def forward(self, x):
+        h = self.a(x)
+        noise = torch.randn_like(h) if self.chance else 0
+        return {"logits": self.b(h + noise), "w": self.b.weight[0], "none": h[:0]}
+
+
+def test_every_output_counts():
+    masks = halve.prune(TwoOutputs(), permute=True, example=torch.randn(2, 4), also="b")
+    assert masks["b"].layout.channel_order is None
+    assert masks.recipe["permute"]["fixed"]["b"] == "select reads it apart from its layer"
+
+
+def test_a_model_that_rolls_dice_cannot_be_checked():
+    with pytest.raises(ModelError, match="gives other outputs when it is run again"):
+        halve.prune(TwoOutputs(chance=True), permute=True, example=torch.randn(2, 4), also="b")
+
+
+def test_a_checkpoint_of_the_moved_model_is_complete():
+    class Scaled(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Conv2d(4, 16, 1), nn.Conv2d(16, 16, 1), nn.Conv2d(16, 3, 1)
+            self.register_buffer("scale", torch.linspace(0.1, 2, 16).reshape(1, 16, 1, 1), persistent=False)
+
+        def forward(self, x):
+            return self.c(self.b((self.a(x) * self.scale).relu()).relu())
+
+    model, images = Scaled(), tiny.images()
+    moved = halve.apply(model, halve.prune(model, permute=True, example=images), permute=True)
+    again = Scaled()
+    again.load_state_dict(moved.state_dict())
+    assert torch.equal(again(images), moved(images))
+
+
+def test_layers_that_run_in_training_alone_are_named():
+    class Auxiliary(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.aux = nn.Conv2d(4, 8, 1), nn.Conv2d(8, 3, 1), nn.Conv2d(8, 3, 1)
+
+        def forward(self, x):
+            x = self.a(x)
+            return self.b(x) + self.aux(x) if self.training else self.b(x)
+
+    masks = halve.prune(Auxiliary(), permute=True, example=tiny.images(), also="b")
+    assert masks.recipe["permute"]["not_run"] == ["aux"]
+
+
+def test_a_model_that_was_moved_in_part_is_not_ok(permuted):
+    model, masks = permuted
+    sparse, moved = halve.apply(model, masks), halve.apply(model, masks, permute=True)
+    sparse[2].conv1.weight = moved[2].conv1.weight
+    failures = halve.verify(sparse, masks).failures
+    assert set(failures) == set(masks) - {"2.conv1"}
+    assert "were not moved" in failures["2.conv2"]
+
+
+def test_an_update_of_a_moved_model_is_measured_in_its_own_order(permuted):
+    model, masks = permuted
+    moved = halve.apply(model, masks, permute=True)
+    with torch.no_grad():
+        moved[2].conv1.weight.mul_(1.3)
+    layer = next(layer for layer in halve.verify(moved, masks).layers if layer.name == "2.conv1")
+    assert layer.update == pytest.approx(0.3, rel=0.3)
+
+
+def test_moves_without_the_order_are_refused(permuted):
+    model, masks = permuted
+    half = halve.prune(model, "random")
+    with pytest.raises(MaskError, match="moves do not make"):
+        halve.apply(model, MaskSet(dict(half), moves=masks.moves), permute=True)
+
+
+def test_a_buffer_of_one_number_for_many_places_stays():
+    class Expanded(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.c = nn.Conv2d(4, 8, 1), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 3, 1)
+            self.register_buffer("same", torch.rand(1).expand(1, 8, 1, 1))
+
+        def forward(self, x):
+            return self.c(self.b(self.a(x) * self.same).relu())
+
+    masks = halve.prune(Expanded(), permute=True, example=tiny.images(), also="c")
+    assert "same" not in masks.moves
+    assert masks["b"].layout.channel_order is None
+    assert masks["c"].layout.channel_order is not None
+
+
+def test_a_run_that_is_resumed_goes_on_in_the_order_that_was_found(tmp_path, monkeypatch):
+    model, images = tiny.convnet(), tiny.images()
+    options = {"checkpoint": tmp_path / "run", "checkpoint_every": 0.0, "permute": True}
+    whole = halve.learn(model, images, steps=6, **(options | {"checkpoint": tmp_path / "whole"}))
+
+    def interrupt(event):
+        if getattr(event, "step", 0) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.warns(LearningWarning, match="interrupted"):
+        halve.learn(model, images, steps=6, report=interrupt, **options)
+    monkeypatch.setattr("halve.find.learn.reordered", None)  # nobody searches again
+    assert halve.learn(model, images, steps=6, resume=True, **options) == whole
+
+
+def test_time_is_kept_also_where_one_pass_would_take_longer():
+    scores = {f"{i}": torch.rand(1024, 1024) for i in (1, 2)}
+    model = nn.Sequential(nn.Linear(8, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 2))
+    choices = [choice for choice in select(model).masked if choice.name in scores]
+    started = time.monotonic()
+    found = permute_module.permute(model, choices, scores, torch.randn(2, 8), seconds=0.2)
+    assert time.monotonic() - started < 5
+    assert found.summary["finished"] is False
+
+
+@pytest.mark.parametrize("seconds", [-1, None, "5", float("nan")])
+def test_times_that_are_none_are_refused(seconds):
+    with pytest.raises(ModelError, match="permute_seconds"):
+        halve.prune(tiny.convnet(), permute=True, permute_seconds=seconds, example=tiny.images())
+
+
+@pytest.mark.parametrize("scale", [1e300, 1e-300])
+def test_scores_of_any_size_can_be_permuted_and_saved(scale, tmp_path):
+    masks = halve.prune(tiny.convnet(), lambda name, w: w.abs().double() * scale, tiny.images(), permute=True)
+    assert halve.load(masks.save(tmp_path / "a")) == masks
+    assert masks["3"].layout.channel_order is not None
+
+
+def test_the_reason_why_an_order_stays_is_told():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 8, 1), nn.Flatten(), nn.Linear(512, 12), nn.Linear(12, 8), nn.Linear(8, 3))
+    fixed = halve.prune(model, permute=True, example=tiny.images()).recipe["permute"]["fixed"]
+    assert "model's input" in fixed["0"]
+    assert fixed["2"] == "several of its weights in a row belong to one channel"
 
 
 def test_a_forward_of_the_users_own_is_captured_as_it_runs():

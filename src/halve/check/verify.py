@@ -86,14 +86,18 @@ def verify(model: nn.Module, masks: MaskSet | None = None, **selection: Unpack[S
             raise MaskError(f"verify takes masks or options of select, not both (got {', '.join(selection)})")
         weights = check_fit(model, masks)
         updates = updates_of(weights, masks)
-        moves = masks.moves
+        moves = {name: masks.moves.get(f"{name}.weight".lstrip("."), {}) for name in masks}
+        moved = {name for name in updates if is_moved(weights[name], masks[name], moves[name])}
         checks = []
         for name, mask in masks.items():
-            dims = moves.get(f"{name}.weight".lstrip("."), {})
-            if name in updates and is_moved(weights[name], mask, dims):
+            if name in moved:
                 checks.append(_check_moved(name, mask, weights[name]))
             else:
-                checks.append(_check_mask(name, mask, weights[name], updates.get(name)))
+                update = _least_update(weights[name], mask, moves[name], updates.get(name))
+                check = _check_mask(name, mask, weights[name], update)
+                if moved and moves[name] and check.failure is None:
+                    check = dataclasses.replace(check, failure="its channels were not moved, those of others were")
+                checks.append(check)
     else:
         chosen = select(model, **selection).masked
         checks = [
@@ -123,6 +127,15 @@ def _check_mask(name: str, mask: Mask, weight: Tensor, update: float | None) -> 
 def is_moved(weight: Tensor, mask: Mask, dims: Mapping[int, tuple[int, ...]]) -> bool:
     """Whether the weight is the one that the mask was made for, with its channels moved."""
     return bool(dims) and fits(weight, dims) and is_unchanged(moved_back(weight, dims), mask)
+
+
+def _least_update(
+    weight: Tensor, mask: Mask, dims: Mapping[int, tuple[int, ...]], update: float | None
+) -> float | None:
+    """How large an update is, in the checkpoint's order or with the channels moved, whichever explains more."""
+    if update is None or mask.fingerprint is None or not dims or not fits(weight, dims):
+        return update
+    return min(update, mask.fingerprint.update(moved_back(weight, dims)))
 
 
 def _check_moved(name: str, mask: Mask, weight: Tensor) -> LayerCheck:

@@ -35,14 +35,16 @@ def apply(
     halve apply zoo.py:net --weights net.safetensors --masks net.masks.safetensors --out sparse.safetensors
     """
     opened = o.open_model(model, weights, "cpu")
-    sparse = halve.apply(opened.model, halve.load(masks), permute=permute, changed=changed)  # type: ignore[arg-type]
+    read = halve.load(masks)
+    sparse = halve.apply(opened.model, read, permute=permute, changed=changed)  # type: ignore[arg-type]
     path = save_state(sparse.state_dict(), out)
     zeros = sum(int((p == 0).sum()) for p in sparse.parameters())
     total = sum(p.numel() for p in sparse.parameters())
     if json:
         show.as_json({"file": str(path), "zeros": zeros, "parameters": total})
         return
-    show.say(f"{path}: {zeros:,} of {total:,} parameters are zero ({show.percent(zeros / total, 1)})")
+    moved = f", channels of {len(read.moves)} tensors moved" if permute else ""
+    show.say(f"{path}: {zeros:,} of {total:,} parameters are zero ({show.percent(zeros / total, 1)}){moved}")
 
 
 def inspect(

@@ -62,7 +62,7 @@ Remainder = Annotated[str, typer.Option(help="Channels that are no multiple of M
 Permute = Annotated[
     bool, typer.Option(help="Look for channel orders in which blocks keep more; the network's function stays.")
 ]
-PermuteSeconds = Annotated[float, typer.Option(help="At most this long.")]
+PermuteSeconds = Annotated[float, typer.Option(min=0, help="With --permute: how long to look for orders, at most.")]
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,8 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from halve.errors import listed
+
 _OPTIONS = (
     "accumulate|also|alpha|changed|checkpoint|classes|data|drop_data|drop_metric|dtype|epochs|exclude|features|include|"
     "lr|match|max_drop|minutes|objective|order|pattern|permute|permute_seconds|precision|preset|remainder|resume|seed|start|steps|temperature"
@@ -87,7 +89,18 @@ def size(count: int) -> str:
 def permuted(summary: Mapping[str, Any]) -> None:
     """What reordering channels gained."""
     kept = f"{percent(summary['kept_before'])} -> {percent(summary['kept_after'])}"
-    say(f"channel orders: {summary['layers']} layers keep more of the score, {kept} of it, in {summary['seconds']} s")
+    layers = f"{summary['layers']} layer{'' if summary['layers'] == 1 else 's'}"
+    if summary["layers"]:
+        say(f"channel orders for {layers}; squares of the score that are kept: {kept}, in {summary['seconds']} s")
+    else:
+        say("channel orders: none that keeps more")
+    if summary["not_whole"]:
+        note(f"note: the network could be captured in parts only: {summary['not_whole']}")
+    if summary["not_run"]:
+        note(
+            f"note: {listed(summary['not_run'])} did not run and will not fit channels that apply --permute moves: "
+            f"for inference only"
+        )
     if not summary["finished"]:
         note("note: the search ran out of time; --permute-seconds gives it more")
     if summary["fixed"]:

@@ -27,11 +27,20 @@ class Checkpoint:
     logits: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
+    permutation: dict[str, Any] | None = None  # channel orders, which a search within a time limit may not find again
 
     def save(self, path: str | Path) -> Path:
         """Write it, atomically."""
-        header = {"identity": self.identity, "step": self.step, "batches": self.batches, "seconds": self.seconds}
+        names = ("identity", "step", "batches", "seconds", "permutation")
+        header = {name: getattr(self, name) for name in names}
         return storage.write(path, FORMAT, header, {name: getattr(self, name) for name in _TENSORS})
+
+    @staticmethod
+    def permutation_in(path: str | Path) -> dict[str, Any] | None:
+        """The channel orders of the run that a checkpoint belongs to."""
+        _, header, _ = storage.read(path, [FORMAT])
+        found = header.get("permutation")
+        return found if isinstance(found, dict) else None
 
     @classmethod
     def load(cls, path: str | Path, identity: Mapping[str, Any], logits: Tensor) -> "Checkpoint":
@@ -53,7 +62,14 @@ class Checkpoint:
             raise FileError(f"{path} is damaged: it does not hold the state of {logits.numel():,} logits")
         step, batches, seconds = numbers
         return cls(
-            dict(identity), int(step or 0), int(batches or 0), float(seconds or 0), *(tensors[n] for n in _TENSORS)
+            dict(identity),
+            int(step or 0),
+            int(batches or 0),
+            float(seconds or 0),
+            tensors["logits"],
+            tensors["exp_avg"],
+            tensors["exp_avg_sq"],
+            header.get("permutation"),
         )
 
 

@@ -1,7 +1,6 @@
 """Learn masks by gradient descent on logits over the codes of every block; the weights are frozen."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Unpack
@@ -12,6 +11,7 @@ from torch import Tensor, nn
 from halve.errors import DataError, HalveError, LearningError, ModelError, listed
 from halve.find import scores
 from halve.find.batches import Forward, Progress
+from halve.find.checkpoint import Checkpoint
 from halve.find.drop import Metric, check_budget, keep_dense
 from halve.find.feed import Feed
 from halve.find.frozen import channels_last_, device_of
@@ -31,7 +31,6 @@ from halve.find.trial import Estimate
 from halve.masks.fingerprint import digest
 from halve.masks.layout import plain
 from halve.masks.mask import MaskSet
-from halve.masks.moves import Moves
 
 Precision = Literal["auto", "float32", "bfloat16"]
 
@@ -103,14 +102,31 @@ def learn(
     frozen = frozen_copy(model, chosen.masked).to(ranks.device)
     if ranks.device.type == "cuda":
         channels_last_(frozen)
-    search = None
+    permutation = None
     if permute:
-        score = "magnitude" if isinstance(settings.start, MaskSet | str) else settings.start
-        score = settings.start if isinstance(settings.start, str) and settings.start in scores.SCORES else score
-        search = functools.partial(
-            reordered, model, chosen.masked, weights, score, data, example, permute_seconds, seed=settings.seed
-        )
-    choices, moves, permuted = ranks.agree(_ordered(chosen.masked, settings.start, search, forward, progress))
+        if isinstance(settings.start, MaskSet):
+            raise ModelError("permute=True and start=masks: masks to start from bring their own channel orders")
+        known = Checkpoint.permutation_in(checkpoint) if resume and checkpoint is not None else None
+        if known is not None:
+            permutation = Permutation.restored(chosen.masked, known)
+        else:
+            score = settings.start if callable(settings.start) or settings.start in scores.SCORES else "magnitude"
+            permutation = reordered(
+                model,
+                chosen.masked,
+                weights,
+                score,
+                data,
+                example,
+                permute_seconds,
+                seed=settings.seed,
+                forward=forward,
+                progress=progress,
+            )
+    elif isinstance(settings.start, MaskSet):
+        permutation = _orders_of(settings.start, chosen.masked)
+    permutation = ranks.agree(permutation)
+    choices, moves = (permutation.choices, permutation.moves) if permutation else (chosen.masked, {})
     sampler = _started(model, choices, weights, settings, data, forward, progress).to(ranks.device)
     if settings.features is not None:
         blocks = named_blocks(frozen, settings.features)
@@ -140,14 +156,17 @@ def learn(
         shared = {choice.name: choice.shared_with for choice in chosen.masked}
         found = sampler.masks(settings.final, settings.seed)
         masks = {name: with_fingerprint(mask, weights[name], shared[name]) for name, mask in found.items()}
-        made = {"method": "learn", **settings.described(), "preset": preset, "blocks": blocks, "permute": permuted}
-        where_made = {"selection": plain_options(where)}
+        made = {"method": "learn", **settings.described(), "preset": preset, "blocks": blocks}
+        where_made = {"selection": plain_options(where), "permute": permutation.summary if permutation else None}
         told = made | where_made | recipe | origin_of(model)
         return MaskSet({choice.name: masks[choice.name] for choice in choices}, recipe=told, moves=moves)
 
     feed = Feed(data, ranks.rank, ranks.count)  # last: a loader with persistent workers has one iterator for all
     reporter = Reporter(ranks, report, log)
-    loop = Loop(learner, feed, settings, ranks, identity, masks_now, reporter, checkpoint, checkpoint_every)
+    plain_orders = permutation.plain() if permutation else None
+    loop = Loop(
+        learner, feed, settings, ranks, identity, masks_now, reporter, checkpoint, checkpoint_every, plain_orders
+    )
     masks = loop.run(resume)
     if max_drop is None:
         return masks
@@ -201,21 +220,10 @@ def _scores_of(masks: MaskSet, choices: Sequence[Choice], weights: dict[str, Ten
     return result
 
 
-def _ordered(
-    choices: Sequence[Choice],
-    start: Any,
-    search: Callable[..., Permutation] | None,
-    forward: Forward | None,
-    progress: Progress | None,
-) -> tuple[Sequence[Choice], Moves, dict[str, Any] | None]:
-    """The choices with their channel orders, searched for or those of the masks to start from; moves; summary."""
-    if search is not None:
-        if isinstance(start, MaskSet):
-            raise ModelError("permute=True and start=masks: masks to start from bring their own channel orders")
-        found = search(forward=forward, progress=progress)
-        return found.choices, found.moves, found.summary
-    if not isinstance(start, MaskSet):
-        return choices, {}, None
+def _orders_of(start: MaskSet, choices: Sequence[Choice]) -> Permutation | None:
+    """The channel orders of masks to start from, if they have any."""
+    if not any(mask.layout.channel_order for mask in start.values()):
+        return None
     layouts = {name: mask.layout for name, mask in start.items()}
     result = [
         dataclasses.replace(choice, layout=layouts[choice.name])
@@ -223,7 +231,7 @@ def _ordered(
         else choice
         for choice in choices
     ]
-    return result, start.moves, start.recipe.get("permute")
+    return Permutation(tuple(result), start.moves, start.recipe.get("permute") or {})
 
 
 def _sees_features(settings: Settings) -> bool:

@@ -42,10 +42,12 @@ class Loop:
         reporter: Reporter,
         checkpoint: str | Path | None,
         checkpoint_every: float,
+        permutation: dict[str, Any] | None = None,
     ) -> None:
         self.learner, self.feed, self.settings, self.ranks = learner, feed, settings, ranks
         self.identity, self.masks_now, self.reporter = identity, masks_now, reporter
         self.path, self.every = None if checkpoint is None else Path(checkpoint), checkpoint_every
+        self.permutation = permutation
         self.logits = learner.sampler.logits
         self.optimizer = torch.optim.AdamW(
             [self.logits],
@@ -87,7 +89,9 @@ class Loop:
             if self.whole:
                 self._save()
             warnings.warn(f"interrupted after {self.step} steps; {self._how_to_go_on()}", LearningWarning, stacklevel=3)
-        return self._masks(ended)
+        masks = self._masks(ended)
+        self.replay = "done"  # a recorded graph holds on to its memory
+        return masks
 
     def _loop(self, wrapped: Any, interrupted: Callable[[], bool]) -> str:
         bad = torch.zeros((), dtype=torch.bool, device=self.logits.device)
@@ -217,7 +221,15 @@ class Loop:
         if self.path is None or not self.ranks.first:
             return
         averages = optimizer_state(self.optimizer, self.logits)
-        state = Checkpoint(self.identity, self.step, self.batches, self._seconds(), self.logits.detach(), *averages)
+        state = Checkpoint(
+            self.identity,
+            self.step,
+            self.batches,
+            self._seconds(),
+            self.logits.detach(),
+            *averages,
+            self.permutation,
+        )
         try:
             state.save(self.path)
         except FileError as error:

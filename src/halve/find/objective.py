@@ -95,7 +95,7 @@ def distill_features(views: Views) -> Tensor:
     pairs = zip(views.features, views.dense_features, strict=True)
     errors: list[Tensor] = [_RelativeError.apply(ours, theirs) for ours, theirs in pairs]
     depths = [math.exp(2 * DEPTH * place / max(len(errors) - 1, 1)) for place in range(len(errors))]
-    total = sum((depth * error for depth, error in zip(depths, errors, strict=True)), torch.zeros(()).to(errors[0]))
+    total = torch.stack([depth * error for depth, error in zip(depths, errors, strict=True)]).sum()
     return FEATURE_WEIGHT * total / sum(depths)
 
 

@@ -14,18 +14,21 @@ import torch
 from torch import Tensor, nn
 
 from halve.errors import ModelError
-from halve.find.batches import Forward, Progress, run
+from halve.find.batches import Forward, Progress
 from halve.find.channels.axes import Axis, Spans
 from halve.find.channels.trace import Channels
+from halve.find.sameness import Sameness
 from halve.find.select import Choice
 from halve.find.swaps import best_order
 from halve.graph import Captured, capture
-from halve.masks.layers import clone
+from halve.masks.layers import kind_of
 from halve.masks.layout import Layout
 from halve.masks.moves import Moves, move_
 from halve.masks.pattern import Pattern
 
 SECONDS = 120.0
+_GENEROUS = 3.0  # times its share of the time that is left: most searches end sooner
+_SHORTEST = 0.5  # seconds: small sets of channels are searched in no time, and come first
 
 
 @dataclass(frozen=True)
@@ -35,6 +38,34 @@ class Permutation:
     choices: tuple[Choice, ...]
     moves: Moves
     summary: dict[str, Any]
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON values, for the checkpoint of a run."""
+        numbers: dict[tuple[int, ...], int] = {}
+        layers = {
+            choice.name: numbers.setdefault(choice.layout.channel_order, len(numbers))
+            for choice in self.choices
+            if choice.layout is not None and choice.layout.channel_order is not None
+        }
+        moves = {
+            name: {str(dim): numbers.setdefault(order, len(numbers)) for dim, order in dims.items()}
+            for name, dims in self.moves.items()
+        }
+        return {"orders": list(map(list, numbers)), "layers": layers, "moves": moves, "summary": self.summary}
+
+    @classmethod
+    def restored(cls, choices: Sequence[Choice], plain: Mapping[str, Any]) -> "Permutation":
+        """What `plain` gave, for the same choices without their orders."""
+        orders = [tuple(order) for order in plain["orders"]]
+        layers = {name: orders[number] for name, number in plain["layers"].items()}
+        moves = {name: {int(d): orders[n] for d, n in dims.items()} for name, dims in plain["moves"].items()}
+        result = [
+            dataclasses.replace(c, layout=dataclasses.replace(c.layout, channel_order=layers[c.name]))
+            if c.layout is not None and c.name in layers
+            else c
+            for c in choices
+        ]
+        return cls(tuple(result), moves, dict(plain["summary"]))
 
 
 @dataclass(frozen=True)
@@ -59,10 +90,13 @@ def permute(
     """Search for channel orders in which `scores` (of the weights' shapes, not negative) keep more.
 
     Layers whose channels cannot move keep their order; the summary says why. Before anything is returned the model is
-    run with its channels moved, and must give the same outputs on the example.
+    run with its channels moved, and must give the same outputs.
     """
+    if not isinstance(seconds, int | float) or not seconds >= 0:
+        raise ModelError(f"permute_seconds={seconds!r}: a number of seconds, 0 or more")
     started = time.monotonic()
     captured = capture(model, example, forward)
+    same = Sameness(model, example, forward)
     channels = Channels(captured)
     names = _first_names(model)
     inputs = {choice.name: _input_spans(model, choice, channels, names) for choice in choices}
@@ -70,11 +104,14 @@ def permute(
     orders, kept = _search(readers, axes, started + seconds, seed, progress)
     result = tuple(_with_order(choice, inputs[choice.name], orders) for choice in choices)
     moves = moves_of(channels, orders)
-    _check_same_function(model, moves, example, forward)
+    move_(same.copy, moves)
+    same.check()
     summary = {
         "axes": len(orders),
         "layers": sum(choice.layout.channel_order is not None for choice in result if choice.layout),
-        "fixed": _fixed(choices, inputs, captured),
+        "fixed": {c.name: _why(c, inputs[c.name], captured) for c in result if c.layout and not c.layout.channel_order},
+        "not_whole": captured.reason,
+        "not_run": _not_run(model, channels, names) if moves else [],
         "kept_before": kept[0],
         "kept_after": kept[1],
         "finished": kept[2],
@@ -107,9 +144,10 @@ def _readers(
 def _relative(layout: Layout, scores: Tensor) -> Tensor:
     """(rows x positions, channels), over their mean: no layer counts more because its numbers are larger."""
     plain = dataclasses.replace(layout, channel_order=None, pad=False, block=1)
-    table = plain.to_blocks(scores.float()).reshape(-1, layout.channels)
+    table = plain.to_blocks(scores.double()).reshape(-1, layout.channels)
+    table = table / table.abs().max().clamp(min=1e-300)
     table = table - table.min().clamp(max=0)
-    return table / table.mean().clamp(min=torch.finfo(table.dtype).tiny)
+    return (table / table.mean().clamp(min=1e-30)).float()
 
 
 def _search(
@@ -129,7 +167,8 @@ def _search(
     for key in track(sorted(readers, key=lambda key: costs[key]), "channel orders"):
         pattern = readers[key][0].pattern
         together = torch.cat([reader.scores for reader in readers[key] if reader.pattern == pattern])
-        share = (deadline - time.monotonic()) * costs[key] / max(left, 1)
+        rest = deadline - time.monotonic()
+        share = min(rest, max(_SHORTEST, rest * _GENEROUS * costs[key] / left))
         found = best_order(together, pattern, seconds=share, seed=seed)
         left -= costs[key]
         total = float(together.sum())
@@ -170,23 +209,6 @@ def moves_of(channels: Channels, orders: Mapping[int, tuple[int, ...]]) -> Moves
     return moves
 
 
-def _check_same_function(model: nn.Module, moves: Moves, example: Any, forward: Forward | None) -> None:
-    """Trust is good: run the model with its channels moved and compare."""
-    dense = clone(model).eval()
-    copy = clone(dense)
-    move_(copy, moves)
-    with torch.no_grad():
-        expected, got = (run(net, example, forward).double() for net in (dense, copy))
-    scale = float(expected.abs().max())
-    dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
-    error = float((expected - got).abs().max())
-    if not error <= max(scale, 1e-30) * torch.finfo(dtype).eps ** 0.5:
-        raise ModelError(
-            f"moving channels changed the outputs of {type(model).__name__} by up to {error:.2g} (of {scale:.2g}): "
-            f"part of it reads channels in a way that the captured graph does not show; learn or prune without permute"
-        )
-
-
 def _input_spans(model: nn.Module, choice: Choice, channels: Channels, names: Mapping[int, str]) -> Spans | None:
     weight = model.get_submodule(choice.name)._parameters.get("weight")
     layout = choice.layout
@@ -195,16 +217,28 @@ def _input_spans(model: nn.Module, choice: Choice, channels: Channels, names: Ma
     return channels.along(names[id(weight)], 0 if layout.kind == "conv_transpose" else 1)
 
 
-def _fixed(choices: Sequence[Choice], inputs: Mapping[str, Spans | None], captured: Captured) -> dict[str, str]:
-    """Masked layers whose channels all stay where they are, and why."""
-    result = {}
-    for choice in choices:
-        spans = inputs[choice.name]
-        if spans is None:
-            result[choice.name] = captured.left.get(choice.name, "not in the captured graph, grouped or flat")
-        elif all(span.axis.pinned for span in spans):
-            result[choice.name] = next(str(span.axis.pinned) for span in spans)
-    return result
+def _why(choice: Choice, spans: Spans | None, captured: Captured) -> str:
+    """Why the channels that a layer reads stay in their order."""
+    layout = choice.layout
+    assert layout is not None
+    if layout.order == "flat":
+        return "its blocks do not run along channels"
+    if layout.groups > 1:
+        return "it is a grouped convolution"
+    if spans is None:
+        return captured.left.get(choice.name, "its weight is computed, or not in the captured graph")
+    if all(span.axis.pinned for span in spans):
+        return next(str(span.axis.pinned) for span in spans)
+    if any(span.repeat > 1 for span in spans):
+        return "several of its weights in a row belong to one channel"
+    return "no order that keeps more was found"
+
+
+def _not_run(model: nn.Module, channels: Channels, names: Mapping[int, str]) -> list[str]:
+    """Layers that the graph does not hold, such as auxiliary heads: in training they would read moved channels."""
+    known = {tensor for (tensor, _), _ in channels.items()}
+    layers = [(name, module._parameters.get("weight")) for name, module in model.named_modules() if kind_of(module)]
+    return [name for name, weight in layers if weight is not None and names[id(weight)] not in known]
 
 
 def _first_names(model: nn.Module) -> dict[int, str]:

@@ -120,11 +120,10 @@ def reordered(
             "permute=True needs an example to capture the network on: pass example= a batch of images, of any content"
         )
     example = to_device(example if forward is not None else images_of(example), model)
-    if score == "reconstruct":  # the part of its cost that each weight has on its own
-        found, _ = score_layers(model, choices, weights, "wanda", data, seed=seed, forward=forward, progress=progress)
+    graded = "wanda" if score == "reconstruct" else score  # the part of its cost that each weight has on its own
+    found, _ = score_layers(model, choices, weights, graded, data, seed=seed, forward=forward, progress=progress)
+    if graded in ("magnitude", "wanda"):  # what a layer loses grows with the squares
         found = {name: value.square() for name, value in found.items()}
-    else:
-        found, _ = score_layers(model, choices, weights, score, data, seed=seed, forward=forward, progress=progress)
     return find_orders(model, choices, found, example, forward=forward, seconds=seconds, seed=seed, progress=progress)
 
 

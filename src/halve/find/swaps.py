@@ -50,6 +50,8 @@ def best_order(
     deadline = time.monotonic() + seconds
     search = _Search(columns, order, pattern)
     before = search.total
+    if not search.weigh(torch.arange(len(order) // pattern.size, device=order.device), deadline):
+        return Order(order, before / total, before / total, False)
     finished = search.climb(deadline)
     generator = torch.Generator().manual_seed(seed)
     for _ in range(escapes if finished else 0):
@@ -69,9 +71,9 @@ class _Search:
         self.columns, self.pattern = columns, pattern
         self.order = order.clone()
         self._sums = columns.sum(1)
-        self._kept = columns.new_zeros(len(order) // pattern.size)  # by each block, as it is
+        blocks = columns[order].reshape(-1, pattern.size, columns.shape[1])
+        self._kept = blocks.topk(pattern.kept, dim=1).values.sum((1, 2))  # by each block, as it is
         self._weighed = columns.new_zeros(len(order), len(order))  # [slot, channel]
-        self._weigh(torch.arange(len(self._kept), device=order.device))
 
     @property
     def total(self) -> float:
@@ -92,27 +94,29 @@ class _Search:
             change = self._weighed[:, self.order] - self._kept[block_of][:, None]
             gain = (change + change.T).masked_fill_(same, float("-inf"))
             swaps = _disjoint(gain, size, _LEAST * float(self._kept.mean()))
-            if not swaps or self.total <= before:  # what rounding errors promise is not kept
+            if not swaps or not self.total > before:  # what rounding errors promise is not kept
                 return True
             before = self.total
             if time.monotonic() > deadline:
                 return False
             first, second = torch.tensor(swaps, device=self.order.device).T
             self.order[first], self.order[second] = self.order[second], self.order[first]
-            self._weigh(torch.cat([first, second]).div(size, rounding_mode="floor").unique())
+            self.weigh(torch.cat([first, second]).div(size, rounding_mode="floor").unique())
 
     def shake(self, generator: torch.Generator) -> None:
         """Move some channels around in a circle."""
         count = max(2, int(_SHAKEN * len(self.order)))
         slots = torch.randperm(len(self.order), generator=generator)[:count].to(self.order.device)
         self.order[slots] = self.order[slots.roll(1)]
-        self._weigh(slots.div(self.pattern.size, rounding_mode="floor").unique())
+        self.weigh(slots.div(self.pattern.size, rounding_mode="floor").unique())
 
-    def _weigh(self, stale: Tensor) -> None:
-        """Bring up to date what is known of these blocks."""
+    def weigh(self, stale: Tensor, deadline: float = float("inf")) -> bool:
+        """Bring up to date what is known of these blocks; False where time ran out."""
         size, n = self.pattern.size, self.pattern.kept
         others = torch.tensor([[j for j in range(size) if j != slot] for slot in range(size)], device=stale.device)
         for part in stale.split(max(1, _CHUNK // (self.columns.shape[1] * size * size))):
+            if time.monotonic() > deadline:
+                return False
             members = self.columns[self.order.reshape(-1, size)[part]]  # (blocks, M, rows)
             self._kept[part] = members.topk(n, dim=1).values.sum((1, 2))
             best = members[:, others].topk(n, dim=2).values  # (blocks, M, N, rows): of a slot's neighbours
@@ -121,6 +125,7 @@ class _Search:
             distances = torch.cdist(level[None], self.columns[None], p=1.0)[0]
             slots = (part[:, None] * size + torch.arange(size, device=stale.device)).flatten()
             self._weighed[slots] = base[:, None] + (level.sum(1)[:, None] + self._sums + distances) / 2
+        return True
 
 
 def _disjoint(gain: Tensor, size: int, least: float) -> list[tuple[int, int]]:

@@ -58,13 +58,12 @@ def apply(model: nn.Module, masks: MaskSet, *, permute: bool = False, changed: C
 
 def _check_in_one_piece(copy: nn.Module, masks: MaskSet) -> None:
     for name, mask in masks.items():
-        if mask.layout.channel_order is not None:
-            blocks = plain(mask.layout).to_blocks(weight_of(copy.get_submodule(name)) != 0)
-            if int(blocks.sum(-1).max()) > mask.pattern.kept:
-                raise MaskError(
-                    f"layer {name} has a channel order that the masks' moves do not make; masks from "
-                    f"prune(permute=True) or learn(permute=True) have both"
-                )
+        blocks = plain(mask.layout).to_blocks(weight_of(copy.get_submodule(name)) != 0)
+        if int(blocks.sum(-1).max()) > mask.pattern.kept:
+            raise MaskError(
+                f"layer {name} has a channel order that the masks' moves do not make; masks from "
+                f"prune(permute=True) or learn(permute=True) have both"
+            )
 
 
 def check_fit(model: nn.Module, masks: MaskSet) -> dict[str, Tensor]:

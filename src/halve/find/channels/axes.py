@@ -40,9 +40,9 @@ class Span(NamedTuple):
 Spans = tuple[Span, ...]
 
 
-def fresh(size: int, pinned: str | None = None, parts: int = 1) -> Spans:
-    """New axes, one after another, of `size` channels together."""
-    return tuple(Span(Axis(size // parts, pinned)) for _ in range(parts))
+def fresh(size: int, pinned: str | None = None) -> Spans:
+    """A new axis."""
+    return (Span(Axis(size, pinned)),)
 
 
 def resolved(spans: Sequence[Span]) -> Spans:

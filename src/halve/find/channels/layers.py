@@ -28,7 +28,10 @@ def convolution(values: Values, node: Node) -> Label:
         values.tie(weight, 0, made)
     else:
         pin(read, "a grouped convolution reads it")
-        made = values.along(weight, 0, parts=groups)
+        pin(values.along(weight, 1), "a grouped convolution reads it")
+        made = rest = values.along(weight, 0)
+        for _ in range(groups - 1):  # channels may move inside their group
+            _, rest = cut(rest, sizes(weight)[0] // groups)
     values.meet(bias, 0, made)
     return Label(dim, made)
 
@@ -41,6 +44,7 @@ def transposed(values: Values, node: Node) -> Label:
         return Label(dim, _computed(values, node, dim, read))
     if argument(node, 6, "groups", 1) != 1:
         pin(read, "a grouped convolution reads it")
+        values.pin([weight, bias], "a grouped transposed convolution reads it")
         return Label(dim, fresh(sizes(node)[dim], "a grouped transposed convolution makes it"))
     values.tie(weight, 0, read)
     made = values.along(weight, 1)

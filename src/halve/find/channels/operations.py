@@ -35,8 +35,14 @@ def pointwise(values: Values, node: Node) -> Label | None:
         values.pin([x for x, _ in inputs], "it meets no channels that are known")
         return None
     dim, spans = known[0]
+    if width_of(spans) != sizes(node)[dim]:  # one channel, spread over others in an unknown arrangement
+        values.pin([x for x, _ in inputs], "it meets no channels that are known")
+        return Label(dim, fresh(sizes(node)[dim], "it meets no channels that are known"))
     if node.target is torch.ops.aten.prelu.default:  # its slopes lie along dimension 1, not the last
-        values.meet(node.args[1], 0, spans)
+        if dim == 1:
+            values.meet(node.args[1], 0, spans)
+        else:
+            values.pin([node.args[1]], "it lies along another dimension")
         inputs = inputs[:1]
     for x, shift in inputs:
         own = dim - shift
@@ -62,6 +68,7 @@ def reduction(values: Values, node: Node) -> Label | None:
         return None
     named = str(node.target).startswith("aten.linalg_vector_norm")
     dims = argument(node, 2 if named else 1, "dim")
+    dims = None if isinstance(dims, bool) else dims  # std(x, unbiased): over everything
     rank = len(sizes(x))
     gone = {int(d) % rank for d in ([dims] if isinstance(dims, int) else dims or range(rank))}
     if label.dim in gone:
@@ -81,7 +88,8 @@ def pooling(values: Values, node: Node) -> Any:
 
 
 def concatenation(values: Values, node: Node) -> Label | None:
-    tensors: list[Node] = list(node.args[0])  # type: ignore[arg-type]
+    joined: Any = node.args[0]
+    tensors: list[Node] = [x for x in joined if sizes(x) != [0]]  # which torch skips
     dim = dimension(argument(node, 1, "dim", 0), node)
     known = next((label for x in tensors if (label := values.label(x)) is not None), None)
     if known is None:

@@ -15,6 +15,7 @@ from halve.find.channels.values import Values
 from halve.graph import Captured, Part
 
 _RULES = layers.RULES | operations.RULES
+_TAKE_WEIGHTS = {*layers.RULES.values(), operations.pointwise}  # they say themselves what becomes of a weight
 
 
 class Channels:
@@ -65,6 +66,9 @@ def _result(values: Values, node: Node) -> Any:
         return None  # a size, for one, says nothing of channels
     rule = _RULES.get(name) or _RULES.get(name.removesuffix("_"))
     if rule is not None:
+        if rule not in _TAKE_WEIGHTS:
+            whole = [x for x in node.all_input_nodes if values.is_weight(x) and values.label(x) is None]
+            values.pin(whole, f"{name} reads it apart from its layer")
         return rule(values, node)
     values.pin(node.all_input_nodes, f"{name} is not known to treat channels alike")
     return None

@@ -26,13 +26,14 @@ class Values:
         self.labels: dict[Node, Label | list[Label | None] | None] = {}
 
     def is_weight(self, node: Any) -> bool:
-        """Whether a value is a parameter or buffer of the model."""
-        return isinstance(node, Node) and node.op == "placeholder" and node.name in self._part.tensors
+        """Whether a value is a parameter or buffer of the model that can be reordered."""
+        known = isinstance(node, Node) and node.op == "placeholder" and node.name in self._part.tensors
+        return known and 0 not in node.meta["val"].stride()  # one number for many places: an expanded tensor
 
-    def along(self, weight: Any, dim: int, parts: int = 1) -> Spans:
+    def along(self, weight: Any, dim: int) -> Spans:
         """The spans along one dimension of a parameter or buffer."""
         tensor = self._part.tensors[weight.name]
-        return self._dims.setdefault((tensor, dim), fresh(sizes(weight)[dim], parts=parts))
+        return self._dims.setdefault((tensor, dim), fresh(sizes(weight)[dim]))
 
     def tie(self, weight: Any, dim: int, spans: Spans) -> None:
         """The channels along one dimension of a parameter or buffer are these."""

@@ -1,0 +1,73 @@
+"""Does a changed copy of a model still compute the same? Run both and compare, in double precision."""
+
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from halve.errors import ModelError
+from halve.find.batches import Forward, to_device
+from halve.graph import two_images
+from halve.masks.layers import clone
+
+
+class Sameness:
+    """What a model gives on an example, and where possible on noise of the same shape: an example may be all zeros."""
+
+    def __init__(self, model: nn.Module, example: Any, forward: Forward | None = None) -> None:
+        self._forward = forward
+        self._inputs = [two_images(example)]
+        if forward is None:
+            self._inputs.append(pytree.tree_map(_noise_like, self._inputs[0]))
+        self.copy = clone(model).eval()
+        self._model = model
+        try:
+            self._expected = self._outputs(self.copy.double())
+        except Exception:  # a model may insist on its own precision
+            self.copy = clone(model).eval()
+            self._expected = self._outputs(self.copy)
+        if not _close(self._expected, self._outputs(self.copy), 1e-6):
+            raise ModelError(
+                f"{type(model).__name__} gives other outputs when it is run again on the same images in eval mode: "
+                f"whether channels may move cannot be checked; permute=False"
+            )
+
+    def check(self) -> None:
+        """Raise where `copy`, which the caller has changed, gives other outputs than before."""
+        got = self._outputs(self.copy)
+        dtype = next((p.dtype for p in self.copy.parameters() if p.is_floating_point()), torch.float32)
+        if not _close(self._expected, got, torch.finfo(dtype).eps ** 0.5):
+            raise ModelError(
+                f"moving channels changed the outputs of {type(self._model).__name__}: part of it reads channels in a "
+                f"way that the captured graph does not show; learn or prune without permute"
+            )
+
+    @torch.no_grad()
+    def _outputs(self, net: nn.Module) -> list[Tensor]:
+        found: list[Tensor] = []
+        for given in self._inputs:
+            batch = to_device(given, net)
+            if self._forward is not None:
+                result = self._forward(net, batch)
+            else:
+                result = net(*batch) if isinstance(batch, tuple) else net(batch)
+            found += [x.detach().double().cpu() for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
+        return found
+
+
+def _noise_like(value: Any) -> Any:
+    if not isinstance(value, Tensor) or not value.is_floating_point():
+        return value
+    return torch.randn(value.shape, generator=torch.Generator().manual_seed(0)).to(value)
+
+
+def _close(ours: list[Tensor], theirs: list[Tensor], tolerance: float) -> bool:
+    if [x.shape for x in ours] != [x.shape for x in theirs]:
+        return False
+    pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if a.numel()]
+    for a, b in pairs:
+        scale = float(a.nan_to_num(0, 0, 0).abs().max())
+        if not torch.allclose(a, b, rtol=0, atol=tolerance * scale, equal_nan=True):
+            return False
+    return True
