@@ -1,6 +1,6 @@
 """One-shot masks on real checkpoints, the figures of the README: every score, some permuted, and recalibrated.
 
-    python experiments/one_shot.py ASSETS [--networks cifar_resnet20 ...] [--device cpu]
+    python experiments/one_shot.py ASSETS [--networks cifar_resnet20 ...] [--methods magnitude ...] [--device cpu]
 
 ASSETS holds the checkpoints and photos:
     zoo.py, cifar10_resnet20.safetensors, cifar10_resnet56.safetensors, resnet50_v1_imagenet.safetensors,
@@ -44,15 +44,16 @@ METHODS = {  # score, permute
 }
 
 
-def measure(network: str, assets: Path, device: str) -> list[dict[str, object]]:
-    """All methods on one network, one record per method and data set."""
+def measure(network: str, methods: list[str], assets: Path, device: str) -> list[dict[str, object]]:
+    """Some methods on one network, one record per method and data set."""
     checkpoint, learn_from, tests = NETWORKS[network]
     model = load_model(f"{assets / 'zoo.py'}:{network}", assets / f"{checkpoint}.safetensors").model.to(device)
     limit = CALIBRATION_IMAGES[network]
     images = load_data(str(assets / learn_from), Preprocessing(), batch_size=128, limit=limit, shuffle=True).loader
     images = list(images)  # the same for all, and decoded once
     found = {}
-    for method, (score, permute) in track(METHODS.items(), f"{network}: masks"):
+    for method in track(methods, f"{network}: masks"):
+        score, permute = METHODS[method]
         started = time.perf_counter()
         masks = halve.prune(model, score, images, permute=permute)
         found[method] = masks, time.perf_counter() - started
@@ -100,12 +101,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("assets", type=Path)
     parser.add_argument("--networks", nargs="+", default=list(NETWORKS), choices=list(NETWORKS))
+    parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=list(METHODS))
     parser.add_argument("--device", default="cpu")
     options = parser.parse_args()
     old = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
-    records = [record for record in old if record["network"] not in options.networks]
+    names = {f"{method}{ending}" for method in options.methods for ending in ("", "_recalibrated")}
+    records = [r for r in old if r["network"] not in options.networks or r["method"] not in names]
     for network in options.networks:
-        records += measure(network, options.assets, options.device)
+        records += measure(network, options.methods, options.assets, options.device)
+        records.sort(key=lambda r: (list(NETWORKS).index(r["network"]), r["data"]))
         RESULTS.write_text(json.dumps(records, indent=1) + "\n")
     for record in records:
         row = (record["network"], record["data"], record["method"])

@@ -4,46 +4,74 @@ python experiments/tables.py
 """
 
 import json
+import statistics
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parent.parent
 NAMES = {"cifar_resnet20": "ResNet-20", "cifar_resnet56": "ResNet-56", "resnet50_v1": "ResNet-50"}
-METHODS = {
+ONE_SHOT = {
     "random": "random",
     "magnitude": "magnitude",
+    "magnitude_permuted": "magnitude, permuted",
     "wanda": "Wanda",
-    "magnitude_recalibrated": "magnitude, recalibrated",
-    "wanda_recalibrated": "Wanda, recalibrated",
+    "hessian": "Hessian",
+    "reconstruct": "reconstruct",
+    "reconstruct_permuted": "reconstruct, permuted",
 }
+METHODS = {
+    "dense": "dense",
+    "magnitude": "magnitude",
+    "magnitude_permuted": "magnitude, permuted",
+    "paper": "the paper's recipe",
+    "halve": "halve",
+    "halve_recalibrated": "halve, recalibrated",
+}
+METRICS = {"top1": "top-1", "agreement": "agreement"}
 
 
 def one_shot() -> str:
-    """Top-1 and agreement for each network, data set and one-shot method."""
+    """For each one-shot method what it keeps and what it is worth, as it is and recalibrated."""
     records = json.loads((ROOT / "experiments/results/one_shot.json").read_text())
-    rows: dict[tuple[str, str], dict[str, Any]] = {}
-    for record in records:
-        rows.setdefault((record["network"], record["data"]), {})[record["method"]] = record
+    found = {(r["network"], r["data"], r["method"]): r for r in records}
+    columns = list(dict.fromkeys((r["network"], r["data"]) for r in records))
+    metrics = {data: "agreement" if "500 classes" in data else "top1" for _, data in columns}
+    heads = [f"{NAMES[network]}, {data}: {METRICS[metrics[data]]}" for network, data in columns]
+    dense = [1.0 if metrics[d] == "agreement" else found[n, d, "magnitude"]["dense_top1"] for n, d in columns]
     lines = [
-        f"| top-1 / agreement, % | dense | {' | '.join(METHODS.values())} |",
-        "|---" * (len(METHODS) + 2) + "|",
+        f"| % as it is / recalibrated | magnitude kept | {' | '.join(heads)} |",
+        "|---" * (len(heads) + 2) + "|",
+        f"| dense | 100 | {' | '.join(f'{100 * value:.1f}' for value in dense)} |",
     ]
-    for (network, data), found in rows.items():
-        cells = [f"{100 * found[m]['top1']:.1f} / {100 * found[m]['agreement']:.1f}" for m in METHODS]
-        dense = f"{100 * found['magnitude']['dense_top1']:.1f}"
-        lines.append(f"| {NAMES[network]}, {data} | {dense} | {' | '.join(cells)} |")
+    for method, name in ONE_SHOT.items():
+        kept = {n: f"{100 * found[n, d, method]['kept_magnitude']:.1f}" for n, d in columns}
+        cells = []
+        for network, data in columns:
+            both = [found.get((network, data, f"{method}{ending}")) for ending in ("", "_recalibrated")]
+            cells.append(" / ".join(f"{100 * r[metrics[data]]:.1f}" for r in both if r is not None))
+        lines.append(f"| {name} | {', '.join(kept.values())} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def learn() -> str:
-    """What masks learned with the defaults are worth."""
-    lines = ["| | dense | magnitude | learned | agreement | steps, time, hardware |", "|---|---|---|---|---|---|"]
-    for record in json.loads((ROOT / "experiments/results/learn.json").read_text()):
-        shares = [
-            f"{100 * record[key]:.2f}" for key in ("dense_top1", "magnitude_top1", "learned_top1", "learned_agreement")
-        ]
-        how = f"{record['steps']} of batch {record['batch']}, {record['seconds'] / 60:.1f} min, {record['hardware']}"
-        lines.append(f"| {NAMES[record['network']]}, {record['data']}, top-1 % | {' | '.join(shares)} | {how} |")
+def accuracy() -> str:
+    """What learned masks are worth: mean over seeds, and from the lowest to the highest."""
+    records = json.loads((ROOT / "experiments/results/accuracy.json").read_text())
+    methods = [method for method in METHODS if any(r["method"] == method for r in records)]
+    lines = [f"| % | {' | '.join(METHODS[method] for method in methods)} |", "|---" * (len(methods) + 1) + "|"]
+    for network, data, metric in dict.fromkeys((r["network"], r["data"], r["metric"]) for r in records):
+        cells = []
+        for method in methods:
+            row = (network, data, metric, method)
+            values = [100 * r["value"] for r in records if (r["network"], r["data"], r["metric"], r["method"]) == row]
+            cell = f"{statistics.mean(values):.2f}" if values else ""
+            cells.append(cell + (f" ({min(values):.2f} to {max(values):.2f})" if len(values) > 1 else ""))
+        lines.append(f"| {NAMES[network]}, {data}, {METRICS[metric]} | {' | '.join(cells)} |")
+    learned = [r for r in records if r["method"] == "halve"]
+    seconds = [r["seconds"] for r in learned]
+    where = ", ".join(dict.fromkeys(f"{r['hardware']}, torch {r['versions']['torch']}, {r['date']}" for r in learned))
+    lines += [
+        "",
+        f"{len({r['seed'] for r in learned})} seeds, {min(seconds):.0f} to {max(seconds):.0f} s each: {where}.",
+    ]
     return "\n".join(lines)
 
 
@@ -64,7 +92,7 @@ def learn_gpu() -> str:
 
 TABLES = {
     name: (ROOT / "README.md", table)
-    for name, table in [("one_shot", one_shot), ("learn", learn), ("learn_gpu", learn_gpu)]
+    for name, table in [("one_shot", one_shot), ("accuracy", accuracy), ("learn_gpu", learn_gpu)]
 }
 
 

@@ -47,7 +47,7 @@ def test_a_checkpoint_of_another_run_is_refused_by_what_differs(tmp_path, change
 @pytest.mark.parametrize(
     ("change", "names"),
     [
-        ({"lr": 0.2}, ["lr", "0.05", "0.2"]),
+        ({"lr": 0.2}, ["lr", "0.07", "0.2"]),
         ({"seed": 5}, ["seed", "5"]),
         ({"exclude": "8"}, ["layers"]),
         ({"pattern": {"3": "1:4", "*": "2:4"}}, ["layers", "1:4"]),

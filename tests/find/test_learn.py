@@ -343,7 +343,7 @@ class Collecting(GeneralTracker):
 def test_a_tracker_of_accelerate_gets_settings_and_values():
     tracker = Collecting()
     masks = halve.learn(convnet(), loader(), steps=12, trackers=[tracker])
-    assert tracker.config["lr"] == 0.05
+    assert tracker.config["lr"] == 0.07
     assert [step for step, _ in tracker.lines] == [10, 12]
     assert all(values.keys() == {"loss", "entropy", "changed", "lr", "images_per_s"} for _, values in tracker.lines)
     assert tracker.finished

@@ -276,7 +276,7 @@ def test_a_report_comes_after_each_step_and_the_estimate_before():
     assert {report.steps for report in reports} == {12}
     assert all(0 <= report.entropy <= 1 and 0 <= report.changed <= 1 for report in reports)
     assert all(report.images_per_s > 0 and report.loss > 0 for report in reports)
-    assert reports[0].lr == 0.05
+    assert reports[0].lr == 0.07
     assert reports[0].temperature == 2.0
     assert reports[0].seconds < reports[-1].seconds
     assert reports[-1].seconds_left == 0
@@ -285,7 +285,7 @@ def test_a_report_comes_after_each_step_and_the_estimate_before():
 def test_the_rate_of_the_papers_schedule_falls_with_the_first_batch_of_the_fourth_epoch():
     seen = []
     halve.learn(convnet(), [images(4)] * 2, steps=9, schedule="paper", report=seen.append)
-    assert [report.lr for report in seen[1:]] == pytest.approx([0.05] * 6 + [0.005] * 3)
+    assert [report.lr for report in seen[1:]] == pytest.approx([0.07] * 6 + [0.007] * 3)
 
 
 def test_the_log_has_lines_of_json_and_goes_on_when_resumed(tmp_path):

@@ -36,7 +36,7 @@ def learn(
     ] = None,
     alpha: Annotated[float | None, typer.Option(help="Sharpness of the start (default 8).")] = None,
     temperature: Annotated[float | None, typer.Option(help="Of the Gumbel-Softmax (default 1).")] = None,
-    lr: Annotated[float | None, typer.Option(help="Learning rate of the logits (default 0.05).")] = None,
+    lr: Annotated[float | None, typer.Option(help="Learning rate of the logits (default 0.07).")] = None,
     noise: Annotated[
         float | None, typer.Option(help="Scale of the Gumbel noise (default: from 1 to 0 at four fifths of the run).")
     ] = None,

@@ -70,7 +70,7 @@ def learn(
     - `start`: "magnitude" or another score, with sharpness `alpha` (8); a MaskSet to go on from; "glorot" for random.
     - `noise`: scale of the Gumbel noise, from 1 at the start to 0 at four fifths of the run, where sampling has become
       the final choice; `temperature` (1.0, or a pair), `hard` samples, `final` "argmax" or "sample", `seed`.
-    - `lr` (0.05), `betas`, `weight_decay`, `schedule` ("cosine", "constant"), for AdamW.
+    - `lr` (0.07), `betas`, `weight_decay`, `schedule` ("cosine", "constant"), for AdamW.
     - `permute`: first look for channel orders in which blocks keep more, for at most `permute_seconds`; see `prune`.
       Masks to start from bring their own orders.
     - `preset="paper"`: the paper's recipe.

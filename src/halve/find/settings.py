@@ -64,7 +64,7 @@ class Settings:
     hard: bool = True
     final: Final = "argmax"
     augment: bool = True
-    lr: float = 0.05
+    lr: float = 0.07
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.0
     schedule: Literal["cosine", "constant", "paper"] = "cosine"
