@@ -1,0 +1,1 @@
+"""Run masked networks fast."""
