@@ -39,6 +39,10 @@ class SourceError(HalveError, ValueError):
     """A model or data set that was named and cannot be found or built."""
 
 
+class EngineError(HalveError, RuntimeError):
+    """A kernel that cannot be compiled or run."""
+
+
 class LearningError(HalveError, RuntimeError):
     """Learning could not go on; `masks` is what was learned until then (None if nothing)."""
 

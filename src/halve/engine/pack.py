@@ -1,0 +1,118 @@
+"""A 2:4 weight in the order in which sparse tensor cores read it (`mma.sp` m16n8k32, 16-bit), and back without loss.
+
+The weight is a matrix of output channels by K, K in the order (kernel row, kernel column, channel). Channels are padded
+to a multiple of 64 at each kernel position and rows to a multiple of 16, with zeros. What a warp needs for 16 rows and
+32 columns lies in one piece: eight values for each of its 32 lanes; what it needs to know of 64 columns is one 32-bit
+word for each lane.
+
+Lane 4 g + q holds rows g and g + 8. Of a step of 32 columns, 16 are kept in each row: the lane's values are kept
+columns 2q and 2q + 1 of row g, the same of row g + 8, then kept columns 2q + 8 and 2q + 9 of both rows. The word of
+lane q describes columns 16 q .. 16 q + 15 of the 64: bits 0-15 those of row g, 16-31 those of row g + 8, four bits for
+each block of four: the places of its two values, the first in the low two bits.
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from halve.errors import MaskError
+
+ROWS, CHANNELS = 16, 64  # what rows, and channels at one kernel position, are padded to
+_LANES = 32
+
+
+class Packed(NamedTuple):
+    """`values`: (row tiles, steps of 32 columns, lanes, 8); `metadata`: int32, (row tiles, steps of 64, lanes)."""
+
+    values: Tensor
+    metadata: Tensor
+    shape: tuple[int, ...]  # of the weight: (rows, channels, *kernel)
+
+
+def pack(weight: Tensor, kept: Tensor) -> Packed:
+    """Pack a weight of shape (rows, channels, *kernel); `kept` says which weights may be other than zero.
+
+    Where a block keeps fewer than two, zeros fill its places. An updated weight under the same mask gives the same
+    metadata.
+
+    >>> weight = torch.tensor([[1.0, 0.0, 0.0, 2.0]])
+    >>> packed = pack(weight, weight != 0)
+    >>> packed.values[0, 0, 0, :2].tolist(), int(packed.metadata[0, 0, 0]) & 0b1111
+    ([1.0, 2.0], 12)
+    >>> torch.equal(unpack(packed), weight)
+    True
+    """
+    if weight.shape != kept.shape or weight.dim() < 2:
+        raise MaskError(
+            f"a weight of shape {tuple(weight.shape)} and a mask of shape {tuple(kept.shape)} cannot be packed"
+        )
+    flags = _blocks(_matrix(kept.to(torch.uint8)))
+    if int(flags.sum(-1).max()) > 2:
+        raise MaskError("some block of four input channels keeps more than two weights: only 2:4 can be packed")
+    places = flags.sort(dim=-1, descending=True, stable=True).indices[..., :2].sort(dim=-1).values
+    blocks = _blocks(_matrix(torch.where(kept, weight, torch.zeros((), dtype=weight.dtype, device=weight.device))))
+    values = blocks.gather(-1, places).flatten(1)  # (rows, K / 2)
+    nibbles = (places[..., 0] | places[..., 1] << 2).long()  # (rows, K / 4)
+    return Packed(_lay_values(values), _lay_metadata(nibbles), tuple(weight.shape))
+
+
+def unpack(packed: Packed) -> Tensor:
+    """The weight, zeros and all."""
+    values, nibbles = _read_values(packed.values), _read_metadata(packed.metadata)
+    places = torch.stack([nibbles & 3, nibbles >> 2], -1)
+    blocks = torch.zeros(*nibbles.shape, 4, dtype=values.dtype, device=values.device)
+    blocks.scatter_(-1, places, values.reshape(*nibbles.shape, 2))
+    rows, channels, *kernel = packed.shape
+    positions = packed.values.shape[1] * 32 // _padded(channels, CHANNELS)
+    matrix = blocks.flatten(1).reshape(blocks.shape[0], positions, -1)[:rows, :, :channels]
+    return matrix.transpose(1, 2).reshape(rows, channels, *kernel)
+
+
+def _matrix(weight: Tensor) -> Tensor:
+    """(rows, channels, *kernel) -> (padded rows, K), K = (kernel position, padded channel)."""
+    rows, channels = weight.shape[:2]
+    x = weight.reshape(rows, channels, -1).transpose(1, 2)
+    x = F.pad(x, (0, _padded(channels, CHANNELS) - channels, 0, 0, 0, _padded(rows, ROWS) - rows))
+    return x.flatten(1)
+
+
+def _padded(size: int, multiple: int) -> int:
+    return -(-size // multiple) * multiple
+
+
+def _blocks(matrix: Tensor) -> Tensor:
+    return matrix.reshape(len(matrix), -1, 4)
+
+
+def _lay_values(values: Tensor) -> Tensor:
+    parts = values.reshape(len(values) // 16, 2, 8, -1, 2, 4, 2)  # tile, half, g, step, side, q, pair
+    return parts.permute(0, 3, 2, 5, 4, 1, 6).reshape(parts.shape[0], parts.shape[3], _LANES, 8)
+
+
+def _read_values(packed: Tensor) -> Tensor:
+    tiles, steps = packed.shape[:2]
+    parts = packed.reshape(tiles, steps, 8, 4, 2, 2, 2)  # tile, step, g, q, side, half, pair
+    return parts.permute(0, 5, 2, 1, 4, 3, 6).reshape(tiles * 16, steps * 16)
+
+
+def _lay_metadata(nibbles: Tensor) -> Tensor:
+    parts = nibbles.reshape(len(nibbles) // 16, 2, 8, -1, 4, 4)  # tile, half, g, step of 64, q, block
+    shifts = _shifts(nibbles.device).reshape(1, 2, 1, 1, 1, 4)
+    words = (parts << shifts).sum((1, 5))  # tile, g, step, q
+    words = words.permute(0, 2, 1, 3).reshape(parts.shape[0], parts.shape[3], _LANES)
+    return torch.where(words >= 1 << 31, words - (1 << 32), words).to(torch.int32)
+
+
+def _read_metadata(metadata: Tensor) -> Tensor:
+    tiles, steps = metadata.shape[:2]
+    words = (metadata.long() & 0xFFFFFFFF).reshape(tiles, steps, 8, 4)  # tile, step, g, q
+    shifts = _shifts(metadata.device).reshape(2, 1, 1, 1, 1, 4)
+    parts = words[None, ..., None] >> shifts & 15  # half, tile, step, g, q, block
+    return parts.permute(1, 0, 3, 2, 4, 5).reshape(tiles * 16, steps * 16)
+
+
+def _shifts(device: torch.device) -> Tensor:
+    """Where the nibble of (half, block) lies in a word."""
+    return 16 * torch.arange(2, device=device)[:, None] + 4 * torch.arange(4, device=device)
