@@ -11,9 +11,9 @@ from halve.masks.pattern import Pattern
 from tests.random_masks import random
 from tests.untouched import same_bits
 
-shapes = st.tuples(
-    st.integers(1, 40), st.integers(1, 20).map(lambda n: 4 * n), st.sampled_from([(), (1, 1), (3, 3), (2, 5)])
-)
+kernels = st.sampled_from([(), (1, 1), (3, 3), (2, 5)])
+shapes = st.tuples(st.integers(1, 40), st.integers(1, 20).map(lambda n: 4 * n), kernels)
+rules, dtypes = st.sampled_from(["2:4", "1:4", "1:2"]), st.sampled_from([torch.float16, torch.bfloat16])
 
 
 def masked(rows, channels, kernel, seed, rule="2:4", dtype=torch.float16):
