@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from halve.engine.pack import pack, unpack
+from halve.engine.pack import pack, pack_dense, unpack
 from halve.errors import MaskError
 from halve.masks.layout import Layout
 from halve.masks.mask import Mask
@@ -80,3 +80,17 @@ def test_what_is_not_two_of_four_is_refused():
         pack(torch.ones(1, 4), torch.tensor([[True, True, True, False]]))
     with pytest.raises(MaskError, match="cannot be packed"):
         pack(torch.ones(1, 4), torch.ones(1, 8, dtype=torch.bool))
+
+
+def test_dense_values_lie_where_the_dense_instruction_reads_them():
+    weight = random(20, 72, 3, 2).half()
+    packed = pack_dense(weight)
+    assert packed.shape == (2, 6 * 128 // 16, 32, 8)
+    for row, position, channel in ((0, 0, 0), (9, 1, 13), (17, 5, 71), (7, 2, 40)):
+        k = position * 128 + channel
+        tile, within = divmod(row, 16)
+        half, g = divmod(within, 8)
+        step, column = divmod(k, 16)
+        side, inner = divmod(column, 8)
+        value = packed[tile, step, 4 * g + inner // 2, 4 * side + 2 * half + inner % 2]
+        assert value == weight.flatten(2)[row, channel, position]

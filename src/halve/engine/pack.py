@@ -70,6 +70,15 @@ def unpack(packed: Packed) -> Tensor:
     return matrix.transpose(1, 2).reshape(rows, channels, *kernel)
 
 
+def pack_dense(weight: Tensor) -> Tensor:
+    """All values of a weight, for the dense twin of the kernel: (row tiles, steps of 16 columns, lanes, 8).
+
+    >>> pack_dense(torch.arange(8.0).reshape(1, 8))[0, 0, 1, :2].tolist()
+    [2.0, 3.0]
+    """
+    return _lay_values(_matrix(weight))
+
+
 def _matrix(weight: Tensor) -> Tensor:
     """(rows, channels, *kernel) -> (padded rows, K), K = (kernel position, padded channel)."""
     rows, channels = weight.shape[:2]
