@@ -12,7 +12,6 @@ import argparse
 import copy
 import datetime
 import json
-import platform
 import time
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from one_shot import hardware
 from PIL import Image
 from torch import Tensor, nn
 
@@ -186,12 +186,6 @@ def main() -> None:
                 print(*row, records[-1]["settings"], flush=True)
     if not options.held_back:
         write(options.out, records)
-
-
-def hardware(device: str) -> str:
-    if device == "cpu":
-        return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
-    return torch.cuda.get_device_name()
 
 
 def write(path: Path, records: list[dict[str, Any]]) -> None:

@@ -78,14 +78,19 @@ def measure(network: str, methods: list[str], assets: Path, device: str) -> list
                     "agreement": result.agreement,
                     "dense_top1": result.dense_top1,
                     "seconds": round(seconds, 1),
-                    "hardware": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
-                    if device == "cpu"
-                    else torch.cuda.get_device_name(),
+                    "hardware": hardware(device),
                     "date": datetime.date.today().isoformat(),
                     "versions": {"halve": halve.__version__, "torch": torch.__version__},
                 }
             )
     return records
+
+
+def hardware(device: str) -> str:
+    """What it was measured on."""
+    if device == "cpu":
+        return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+    return torch.cuda.get_device_name()
 
 
 def kept_magnitude(model: torch.nn.Module, masks: halve.MaskSet) -> float:

@@ -14,7 +14,8 @@ from halve.errors import listed
 
 _OPTIONS = (
     "accumulate|also|alpha|changed|checkpoint|classes|data|drop_data|drop_metric|dtype|epochs|exclude|features|include|"
-    "lr|match|max_drop|minutes|objective|order|pattern|permute|permute_seconds|precision|preset|remainder|resume|seed|start|steps|temperature"
+    "augment|lr|match|max_drop|minutes|noise|objective|order|pattern|permute|permute_seconds|precision|preset|remainder|"
+    "resume|seed|start|steps|temperature"
 )
 OUT, ERR = Console(), Console(stderr=True)
 

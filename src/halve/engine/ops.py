@@ -19,8 +19,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@torch.library.custom_op("halve::conv2d", mutates_args=())
-def conv2d(
+def _conv2d(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -40,23 +39,7 @@ def conv2d(
     return _finished(F.conv2d(x, weight, bias, stride, padding, dilation, groups), residual, activation)
 
 
-@conv2d.register_fake
-def _(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    activation: str,
-) -> Tensor:
-    return torch.empty_like(F.conv2d(x, weight, bias, stride, padding, dilation, groups))
-
-
-@torch.library.custom_op("halve::linear", mutates_args=())
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str) -> Tensor:
+def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str) -> Tensor:
     """activation(x weight^T + bias + residual)
 
     >>> linear(torch.ones(1, 2), torch.ones(3, 2), None, None, "none").tolist()
@@ -65,11 +48,12 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | No
     return _finished(F.linear(x, weight, bias), residual, activation)
 
 
-@linear.register_fake
-def _(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str) -> Tensor:
-    return x.new_empty(*x.shape[:-1], weight.shape[0])
-
-
 def _finished(y: Tensor, residual: Tensor | None, activation: str) -> Tensor:
     y = y if residual is None else y + residual
     return ACTIVATIONS[activation](y)
+
+
+conv2d = torch.library.custom_op("halve::conv2d", _conv2d, mutates_args=())
+linear = torch.library.custom_op("halve::linear", _linear, mutates_args=())
+conv2d.register_fake(_conv2d)  # plain PyTorch runs on tensors without numbers as well
+linear.register_fake(_linear)
