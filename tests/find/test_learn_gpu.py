@@ -5,9 +5,7 @@ from torch import nn
 import halve
 from halve.errors import LearningError, LearningWarning, ModelError
 from halve.find.loop import Report
-from halve.find.replay import Replay
 from halve.sources.digits import digits, train_digits
-from tests.find.test_learner import a_learner
 from tests.tiny import convnet, images, labels, loader
 from tests.untouched import untouched
 
@@ -149,51 +147,6 @@ def test_a_budget_on_the_drop_works_on_a_gpu():
     model = convnet().cuda()
     masks = halve.learn(model, loader(), steps=3, max_drop=1.0, drop_data=loader())
     assert masks.recipe["drop"] <= 1.0
-
-
-def gradient_of(learner, batch, step, temperature, noise):
-    loss = learner(batch, step, temperature, noise=noise)
-    (gradient,) = torch.autograd.grad(loss, learner.sampler.logits)
-    return loss.detach(), gradient
-
-
-@pytest.mark.parametrize("augment", [False, True])
-def test_a_replayed_step_is_the_step(augment):
-    learner = a_learner(convnet().cuda(), augment=augment)
-    batches = [images(6, seed=seed).cuda() for seed in range(4)]
-    replay = Replay.recorded(learner, batches[0])
-    assert isinstance(replay, Replay), replay
-    for step, batch in enumerate(batches):
-        temperature, noise = 1.0 + step, 1.0 / (1 + step)
-        loss, expected = gradient_of(learner, batch, step, temperature, noise)
-        got = replay.gradient_(batch, step, temperature, noise)
-        torch.testing.assert_close(got, loss, rtol=1e-4, atol=1e-6)
-        torch.testing.assert_close(learner.sampler.logits.grad, expected, rtol=1e-3, atol=1e-6)
-
-
-def test_learning_replays_and_batches_of_another_size_run_as_they_are():
-    masks = halve.learn(convnet().cuda(), [images(8), images(8), images(3)], steps=20)
-    assert masks.recipe["replayed"] is True
-    plain = halve.learn(convnet().cuda(), [images(8), images(8), images(3)], steps=20, forward=lambda m, x: m(x))
-    assert plain.recipe["replayed"] is False
-
-
-class Counting(nn.Module):
-    """Looks at its numbers, which no graph can record."""
-
-    def __init__(self):
-        super().__init__()
-        self.net = convnet()
-
-    def forward(self, x):
-        return self.net(x) if float(x.sum()) < 1e9 else x
-
-
-def test_what_cannot_be_recorded_runs_as_it_is():
-    model = Counting().cuda().eval()
-    masks = halve.learn(model, loader(), steps=20)
-    assert masks.recipe["replayed"] is False
-    assert halve.verify(model, masks).ok
 
 
 def test_channel_orders_are_found_on_a_gpu():
