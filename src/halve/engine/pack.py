@@ -64,10 +64,7 @@ def unpack(packed: Packed) -> Tensor:
     places = torch.stack([nibbles & 3, nibbles >> 2], -1)
     blocks = torch.zeros(*nibbles.shape, 4, dtype=values.dtype, device=values.device)
     blocks.scatter_(-1, places, values.reshape(*nibbles.shape, 2))
-    rows, channels, *kernel = packed.shape
-    positions = packed.values.shape[1] * 32 // _padded(channels, CHANNELS)
-    matrix = blocks.flatten(1).reshape(blocks.shape[0], positions, -1)[:rows, :, :channels]
-    return matrix.transpose(1, 2).reshape(rows, channels, *kernel)
+    return _weight(blocks.flatten(1), packed.shape)
 
 
 def pack_dense(weight: Tensor) -> Tensor:
@@ -77,6 +74,23 @@ def pack_dense(weight: Tensor) -> Tensor:
     [2.0, 3.0]
     """
     return _lay_values(_matrix(weight))
+
+
+def unpack_dense(values: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """The weight of that shape again.
+
+    >>> weight = torch.arange(24.0).reshape(2, 3, 2, 2)
+    >>> torch.equal(unpack_dense(pack_dense(weight), (2, 3, 2, 2)), weight)
+    True
+    """
+    return _weight(_read_values(values), shape)
+
+
+def _weight(matrix: Tensor, shape: tuple[int, ...]) -> Tensor:
+    """Back from (padded rows, K)."""
+    rows, channels, *kernel = shape
+    parts = matrix.reshape(len(matrix), -1, _padded(channels, CHANNELS))[:rows, :, :channels]
+    return parts.transpose(1, 2).reshape(rows, channels, *kernel)
 
 
 def _matrix(weight: Tensor) -> Tensor:

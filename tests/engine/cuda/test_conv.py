@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from halve.engine.cuda import jit
-from halve.engine.cuda.conv import DTYPES, Variant, machine_code
-from halve.engine.ops import ACTIVATIONS
+from halve.engine import geometry, ops
+from halve.engine.cuda.conv import DTYPES, TILES, Variant, machine_code
 from halve.errors import EngineError
 
 pytestmark = pytest.mark.skipif(jit.available() is not None, reason=str(jit.available()))
@@ -14,18 +14,29 @@ pytestmark = pytest.mark.skipif(jit.available() is not None, reason=str(jit.avai
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90a", "sm_120"])
 def test_every_variant_compiles(architecture, tmp_path, monkeypatch):
     monkeypatch.setenv("HALVE_CACHE", str(tmp_path))
-    variants = [Variant(*chosen) for chosen in itertools.product((False, True), DTYPES, (64,), ("none", "relu"))]
-    variants += [Variant(True, torch.float16, channels, name) for channels in (64, 12) for name in ACTIVATIONS]
+    variants = [Variant(True, torch.float16, 64, tile) for tile in TILES]
+    variants += [Variant(*chosen, "64x64") for chosen in itertools.product((False, True), DTYPES, (64, 12))]
     for variant in variants:
         assert b"conv" in machine_code(variant, architecture)
-    assert len(list(tmp_path.iterdir())) == len(set(map(tuple, (v.options() for v in variants))))
 
 
 def test_the_activations_are_numbered_as_the_kernel_counts_them():
-    assert list(ACTIVATIONS) == ["none", "relu", "gelu", "silu", "hardswish"]
+    assert geometry.ACTIVATIONS == tuple(ops.ACTIVATIONS) == ("none", "relu", "gelu", "silu", "hardswish")
 
 
-@pytest.mark.parametrize("variant", [Variant(True, torch.float32, 64, "none"), Variant(True, torch.float16, 6, "none")])
+@pytest.mark.parametrize("tile", TILES.values(), ids=str)
+def test_tiles_fit_into_the_shared_memory_of_small_gpus(tile):
+    assert tile.shared_bytes <= 99 * 1024
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [
+        Variant(True, torch.float32, 64, "64x64"),
+        Variant(True, torch.float16, 6, "64x64"),
+        Variant(True, torch.float16, 8, "1x1"),
+    ],
+)
 def test_what_the_kernel_cannot_do_is_refused(variant):
-    with pytest.raises(EngineError, match=r"not torch.float32|multiple of 4"):
+    with pytest.raises(EngineError, match=r"not torch.float32|multiple of 4|no tile is called"):
         variant.options()

@@ -8,22 +8,28 @@
 // image and channels past the last are filled with zeros by the copy itself.
 //
 // Defined when compiled: SPARSE (0, 1), BF16 (0, 1), PIECE (channels that one copy moves: 8, or 4 where the channels are
-// no multiple of 8), ACTIVATION (0 none, 1 relu, 2 gelu, 3 silu, 4 hardswish).
+// no multiple of 8), and the tile: a warp makes ROW_TILES x 16 output channels by PIXEL_TILES x 8 pixels, and a block has
+// WARPS_M x WARPS_N x WARPS_K warps; the WARPS_K share one tile and take turns along K, for layers with few tiles.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
-constexpr int TILE_M = 64, TILE_N = 128, TILE_K = 64, STAGES = 3, THREADS = 128;
-constexpr int WARP_M = 32, WARP_N = 64;  // four warps, two by two
-constexpr int STAGE_BYTES = TILE_N * TILE_K * 2;
-constexpr int VALUES = SPARSE ? 8 : 16;  // of a lane, for 16 rows and 32 columns
+constexpr int WARP_M = ROW_TILES * 16, WARP_N = PIXEL_TILES * 8;
+constexpr int TILE_M = WARPS_M * WARP_M, TILE_N = WARPS_N * WARP_N, TILE_K = 64, STAGES = 3;
+constexpr int THREADS = 32 * WARPS_M * WARPS_N * WARPS_K;
+constexpr int STEP_BYTES = TILE_N * TILE_K * 2, STAGE_BYTES = WARPS_K * STEP_BYTES;
+constexpr int COPIED_AT_ONCE = THREADS / 8;  // rows of 128 bytes
+constexpr int PIXELS_OF_THREAD = TILE_N / COPIED_AT_ONCE;
+constexpr int PARTS = SPARSE ? 1 : 2;  // pieces of eight values that a lane holds of 16 rows and 32 columns
+static_assert(TILE_N % COPIED_AT_ONCE == 0, "each thread copies the same number of pixels");
 
 struct Shape {
     int images, height, width, channels;      // of x
     int out_height, out_width, out_channels;  // of the result
     int kernel_h, kernel_w, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
-    int row_tiles;  // of 16 rows, in the packed weight
+    int row_tiles;                            // of 16 rows, in the packed weight
+    int activation;                           // 0 none, 1 relu, 2 gelu, 3 silu, 4 hardswish
 };
 
 __device__ __forceinline__ float to_float(u16 v) {
@@ -46,20 +52,18 @@ __device__ __forceinline__ u16 from_float(float f) {
     return v;
 }
 
-__device__ __forceinline__ float activate(float v) {
-#if ACTIVATION == 1
-    return v < 0.f ? 0.f : v;  // keeps NaN, as PyTorch does
-#elif ACTIVATION == 2
-    return 0.5f * v * (1.f + erff(v * 0.70710678f));
-#elif ACTIVATION == 3
-    return v / (1.f + __expf(-v));
-#elif ACTIVATION == 4
-    float gate = v + 3.f;
-    gate = gate < 0.f ? 0.f : gate > 6.f ? 6.f : gate;
-    return v * gate / 6.f;
-#else
-    return v;
-#endif
+__device__ __forceinline__ float activate(float v, int kind) {
+    switch (kind) {
+        case 1: return v < 0.f ? 0.f : v;  // keeps NaN, as PyTorch does
+        case 2: return 0.5f * v * (1.f + erff(v * 0.70710678f));
+        case 3: return v / (1.f + __expf(-v));
+        case 4: {
+            float gate = v + 3.f;
+            gate = gate < 0.f ? 0.f : gate > 6.f ? 6.f : gate;
+            return v * gate / 6.f;
+        }
+        default: return v;
+    }
 }
 
 template <int BYTES>
@@ -105,26 +109,26 @@ __device__ __forceinline__ void multiply(float (&c)[4], const uint4& a, u32 b0, 
 }
 #endif
 
-// Eight values of a lane each: one step of 32 columns has one (sparse) or two (dense) of them.
+// What a lane multiplies with in one step of 64 columns.
 struct Weights {
-    uint4 values[2][2][SPARSE ? 1 : 2];  // step of 32, row tile, part
-    u32 meta[2];                         // row tile
+    uint4 values[2][ROW_TILES][PARTS];  // half of the step, row tile, part
+    u32 meta[ROW_TILES];
 };
 
 __device__ __forceinline__ void load_weights(Weights& w, const uint4* values, const u32* meta, int tile, int tiles,
-                                             int steps, int step, int lane) {
+                                             int step, int steps, int lane) {
 #pragma unroll
-    for (int m = 0; m < 2; ++m) {
-        const bool inside = tile + m < tiles;
+    for (int m = 0; m < ROW_TILES; ++m) {
+        const bool inside = tile + m < tiles && step < steps;
+        const u64 at = (u64)(tile + m) * steps + step;
 #pragma unroll
         for (int half = 0; half < 2; ++half)
 #pragma unroll
-            for (int part = 0; part < (SPARSE ? 1 : 2); ++part) {
-                const u64 at = (((u64)(tile + m) * (2 * steps) + 2 * step + half) * (SPARSE ? 1 : 2) + part) * 32 + lane;
-                w.values[half][m][part] = inside ? __ldg(values + at) : make_uint4(0, 0, 0, 0);
-            }
+            for (int part = 0; part < PARTS; ++part)
+                w.values[half][m][part] =
+                    inside ? __ldg(values + ((2 * at + half) * PARTS + part) * 32 + lane) : make_uint4(0, 0, 0, 0);
 #if SPARSE
-        w.meta[m] = inside ? __ldg(meta + ((u64)(tile + m) * steps + step) * 32 + lane) : 0x44444444u;
+        w.meta[m] = inside ? __ldg(meta + at * 32 + lane) : 0x44444444u;
 #endif
     }
 }
@@ -136,18 +140,19 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv(const u16* __restrict
     extern __shared__ __align__(128) unsigned char shared[];
     const u32 base = (u32)__cvta_generic_to_shared(shared);
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-    const int warp_m = warp / 2, warp_n = warp % 2;
+    const int warp_k = warp % WARPS_K, warp_n = warp / WARPS_K % WARPS_N, warp_m = warp / WARPS_K / WARPS_N;
     const int pixels = s.images * s.out_height * s.out_width;
     const int first_pixel = blockIdx.x * TILE_N, first_row = blockIdx.y * TILE_M;
     const int channel_blocks = (s.channels + TILE_K - 1) / TILE_K;
     const int steps = s.kernel_h * s.kernel_w * channel_blocks;
+    const int rounds = (steps + WARPS_K - 1) / WARPS_K;
 
-    // This thread copies piece `piece` of rows `row`, `row + 16`, ...: where each of its pixels starts in the image.
+    // This thread copies piece `piece` of pixels `row`, `row + COPIED_AT_ONCE`, ...: where each starts in its image.
     const int piece = thread % 8, row = thread / 8;
-    int top[8], left[8], image[8];  // row, column, and the image's first pixel
+    int top[PIXELS_OF_THREAD], left[PIXELS_OF_THREAD], image[PIXELS_OF_THREAD];  // row, column, the image's first pixel
 #pragma unroll
-    for (int i = 0; i < 8; ++i) {
-        const int pixel = first_pixel + row + 16 * i;
+    for (int i = 0; i < PIXELS_OF_THREAD; ++i) {
+        const int pixel = first_pixel + row + COPIED_AT_ONCE * i;
         const int across = pixel % s.out_width, rest = pixel / s.out_width;
         const int down = rest % s.out_height, n = rest / s.out_height;
         top[i] = pixel < pixels ? down * s.stride_h - s.pad_h : -(1 << 28);  // far outside: filled with zeros
@@ -155,49 +160,54 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv(const u16* __restrict
         image[i] = n * s.height * s.width;
     }
 
-    auto copy = [&](int step) {
-        const int tap = step / channel_blocks, channel = (step % channel_blocks) * TILE_K + piece * 8;
-        const int dy = tap / s.kernel_w * s.dilation_h, dx = tap % s.kernel_w * s.dilation_w;
-        const u32 stage = base + step % STAGES * STAGE_BYTES;
+    auto copy = [&](int round) {
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-            const int y = top[i] + dy, z = left[i] + dx, r = row + 16 * i;
-            const bool in_image = (unsigned)y < (unsigned)s.height && (unsigned)z < (unsigned)s.width;
-            const u16* from = x + (long long)(image[i] + y * s.width + z) * s.channels + channel;
-            const u32 to = stage + r * (TILE_K * 2) + ((piece ^ (r & 7)) * 16);
+        for (int k = 0; k < WARPS_K; ++k) {
+            const int step = round * WARPS_K + k;
+            const int tap = step / channel_blocks, channel = (step % channel_blocks) * TILE_K + piece * 8;
+            const int dy = tap / s.kernel_w * s.dilation_h, dx = tap % s.kernel_w * s.dilation_w;
+            const u32 stage = base + round % STAGES * STAGE_BYTES + k * STEP_BYTES;
 #pragma unroll
-            for (int part = 0; part < 8 / PIECE; ++part) {
-                const bool inside = in_image && channel + part * PIECE < s.channels;
-                copy_async<PIECE * 2>(to + part * PIECE * 2, inside ? from + part * PIECE : x, inside);
+            for (int i = 0; i < PIXELS_OF_THREAD; ++i) {
+                const int y = top[i] + dy, z = left[i] + dx, r = row + COPIED_AT_ONCE * i;
+                const bool in_image =
+                    (unsigned)y < (unsigned)s.height && (unsigned)z < (unsigned)s.width && step < steps;
+                const u16* from = x + (long long)(image[i] + y * s.width + z) * s.channels + channel;
+                const u32 to = stage + r * (TILE_K * 2) + ((piece ^ (r & 7)) * 16);
+#pragma unroll
+                for (int part = 0; part < 8 / PIECE; ++part) {
+                    const bool inside = in_image && channel + part * PIECE < s.channels;
+                    copy_async<PIECE * 2>(to + part * PIECE * 2, inside ? from + part * PIECE : x, inside);
+                }
             }
         }
     };
 
-    float sums[2][8][4] = {};
-    const int tile = first_row / 16 + warp_m * 2;
+    float sums[ROW_TILES][PIXEL_TILES][4] = {};
+    const int tile = first_row / 16 + warp_m * ROW_TILES;
     Weights now, next;
-    load_weights(now, values, meta, tile, s.row_tiles, steps, 0, lane);
+    load_weights(now, values, meta, tile, s.row_tiles, warp_k, steps, lane);
 #pragma unroll
-    for (int step = 0; step < STAGES - 1; ++step) {
-        if (step < steps) copy(step);
+    for (int round = 0; round < STAGES - 1; ++round) {
+        if (round < rounds) copy(round);
         asm volatile("cp.async.commit_group;");
     }
-    for (int step = 0; step < steps; ++step) {
+    for (int round = 0; round < rounds; ++round) {
         asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2));
         __syncthreads();  // the tile is there for all, and all are done with the one that is written over next
-        if (step + STAGES - 1 < steps) copy(step + STAGES - 1);
+        if (round + STAGES - 1 < rounds) copy(round + STAGES - 1);
         asm volatile("cp.async.commit_group;");
-        if (step + 1 < steps) load_weights(next, values, meta, tile, s.row_tiles, steps, step + 1, lane);
-        const u32 stage = base + step % STAGES * STAGE_BYTES;
+        load_weights(next, values, meta, tile, s.row_tiles, (round + 1) * WARPS_K + warp_k, steps, lane);
+        const u32 stage = base + round % STAGES * STAGE_BYTES + warp_k * STEP_BYTES;
 #pragma unroll
-        for (int n = 0; n < 8; ++n) {
+        for (int n = 0; n < PIXEL_TILES; ++n) {
             const int r = warp_n * WARP_N + n * 8 + lane % 8;
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 u32 b[4];  // 8 pixels by 32 channels
                 load_matrices(b, stage + r * (TILE_K * 2) + (((half * 4 + lane / 8) ^ (r & 7)) * 16));
 #pragma unroll
-                for (int m = 0; m < 2; ++m) {
+                for (int m = 0; m < ROW_TILES; ++m) {
 #if SPARSE
                     if (half == 0) multiply<0>(sums[m][n], now.values[0][m][0], b, now.meta[m]);
                     else multiply<1>(sums[m][n], now.values[1][m][0], b, now.meta[m]);
@@ -211,25 +221,27 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv(const u16* __restrict
         now = next;
     }
 
-    // Through shared memory, so that channels of one pixel are written together.
+    // Through shared memory, so that the channels of one pixel are written together, and the warps along K are added up
+    // in a fixed order.
     asm volatile("cp.async.wait_group 0;");
     __syncthreads();
-    float* tile_out = reinterpret_cast<float*>(shared);  // [pixel][TILE_M + 4]
-    constexpr int PITCH = TILE_M + 4;
+    float* tile_out = reinterpret_cast<float*>(shared);  // [warp along K][pixel][PITCH]
+    constexpr int PITCH = TILE_M + 4, SLICE = TILE_N * PITCH;
     const int g = lane / 4, q = lane % 4;
 #pragma unroll
-    for (int m = 0; m < 2; ++m)
+    for (int m = 0; m < ROW_TILES; ++m)
 #pragma unroll
-        for (int n = 0; n < 8; ++n)
+        for (int n = 0; n < PIXEL_TILES; ++n)
 #pragma unroll
             for (int i = 0; i < 4; ++i) {
                 const int channel = warp_m * WARP_M + m * 16 + g + (i / 2) * 8;
                 const int pixel = warp_n * WARP_N + n * 8 + 2 * q + i % 2;
-                tile_out[pixel * PITCH + channel] = sums[m][n][i];
+                tile_out[warp_k * SLICE + pixel * PITCH + channel] = sums[m][n][i];
             }
     __syncthreads();
-    const int channel = thread % 8 * 8;  // eight channels of one pixel at a time
-    for (int p = thread / 8; p < TILE_N; p += THREADS / 8) {
+    constexpr int GROUPS = TILE_M / 8;  // eight channels of one pixel at a time
+    for (int at_once = thread; at_once < TILE_N * GROUPS; at_once += THREADS) {
+        const int p = at_once / GROUPS, channel = at_once % GROUPS * 8;
         const int pixel = first_pixel + p, first = first_row + channel;
         if (pixel >= pixels || first >= s.out_channels) continue;
         const u64 at = (u64)pixel * s.out_channels + first;
@@ -241,9 +253,11 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv(const u16* __restrict
         for (int i = 0; i < 8; ++i) {
             if (first + i >= s.out_channels) break;
             float v = tile_out[p * PITCH + channel + i];
+#pragma unroll
+            for (int k = 1; k < WARPS_K; ++k) v += tile_out[k * SLICE + p * PITCH + channel + i];
             if (bias) v += __ldg(bias + first + i);
             if (residual) v += to_float(whole ? add.each[i] : residual[at + i]);
-            sum.each[i] = from_float(activate(v));
+            sum.each[i] = from_float(activate(v, s.activation));
             if (!whole) out[at + i] = sum.each[i];
         }
         if (whole) *reinterpret_cast<uint4*>(out + at) = sum.vector;

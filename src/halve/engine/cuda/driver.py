@@ -1,0 +1,85 @@
+"""Machine code -> a kernel that can be started, through the CUDA driver itself: nothing but ctypes is needed.
+
+PyTorch owns the context, the memory and the streams; a kernel is started on the stream that is current in PyTorch.
+"""
+
+import ctypes
+import functools
+import sys
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from halve.errors import EngineError
+
+_MAX_DYNAMIC_SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+LEAST_CAPABILITY = (8, 0)  # sparse tensor cores came with it
+
+
+def missing(device: torch.device) -> str | None:
+    """Why kernels of ours cannot run on a device; None where they can."""
+    if device.type != "cuda":
+        return f"the sparse kernels are for NVIDIA GPUs, and this is {device.type}"
+    if torch.version.cuda is None:
+        return "this PyTorch is not built for NVIDIA GPUs"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        name = torch.cuda.get_device_name(device)
+        return f"{name} has compute capability {capability[0]}.{capability[1]}; sparse tensor cores begin with 8.0"
+    return None
+
+
+@functools.cache
+def architecture(device: int) -> str:
+    """What code is compiled for, such as "sm_90a"."""
+    major, minor = torch.cuda.get_device_capability(device)
+    return f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
+
+
+class Kernel:
+    """One kernel on one device."""
+
+    def __init__(self, code: bytes, name: str, device: int, shared_bytes: int) -> None:
+        self.device, self.shared_bytes = device, shared_bytes
+        limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
+        if shared_bytes > limit:
+            raise EngineError(f"{name} needs {shared_bytes} bytes of shared memory, the device has {limit}")
+        with torch.cuda.device(device):
+            torch.cuda.current_stream()  # makes sure that PyTorch's context is there and current
+            torch.cuda.synchronize()
+            self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
+            _call("cuModuleLoadData", ctypes.byref(self._module), code)
+            _call("cuModuleGetFunction", ctypes.byref(self._function), self._module, name.encode())
+            _call("cuFuncSetAttribute", self._function, _MAX_DYNAMIC_SHARED_SIZE, shared_bytes)
+
+    def launch(self, grid: tuple[int, int], threads: int, arguments: Sequence[Tensor | ctypes.Structure | None]) -> None:
+        """Tensors are passed as pointers, None as the null pointer."""
+        held = [a if isinstance(a, ctypes.Structure) else ctypes.c_void_p(_address(a)) for a in arguments]
+        pointers = (ctypes.c_void_p * len(held))(*(ctypes.addressof(a) for a in held))
+        with torch.cuda.device(self.device):
+            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+            _call(
+                "cuLaunchKernel", self._function, *grid, 1, threads, 1, 1, self.shared_bytes, stream, pointers, None
+            )  # fmt: skip
+
+
+def _address(tensor: Tensor | None) -> int | None:
+    return None if tensor is None else tensor.data_ptr()
+
+
+def _call(name: str, *arguments: object) -> None:
+    result = getattr(_library(), name)(*arguments)
+    if result:
+        text = ctypes.c_char_p()
+        _library().cuGetErrorString(result, ctypes.byref(text))
+        raise EngineError(f"{name} failed: {text.value.decode() if text.value else f'error {result}'}")
+
+
+@functools.cache
+def _library() -> ctypes.CDLL:
+    name = "nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1"
+    try:
+        return ctypes.CDLL(name)
+    except OSError as error:
+        raise EngineError(f"the NVIDIA driver ({name}) cannot be loaded: {error}") from error
