@@ -2,6 +2,7 @@
 
 from halve.check.evaluate import evaluate
 from halve.check.verify import verify
+from halve.engine.compile import compile
 from halve.errors import HalveError
 from halve.find.learn import learn
 from halve.find.objective import Views
@@ -23,6 +24,7 @@ __all__ = [
     "Views",
     "__version__",
     "apply",
+    "compile",
     "evaluate",
     "learn",
     "load",

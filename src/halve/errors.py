@@ -43,6 +43,10 @@ class EngineError(HalveError, RuntimeError):
     """A kernel that cannot be compiled or run."""
 
 
+class EngineWarning(UserWarning):
+    """A network runs dense that could be sparse."""
+
+
 class LearningError(HalveError, RuntimeError):
     """Learning could not go on; `masks` is what was learned until then (None if nothing)."""
 

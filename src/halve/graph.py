@@ -9,7 +9,7 @@ import inspect
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -50,6 +50,28 @@ class Part:
         batched = [value for value in values if isinstance(value, Tensor) and value.dim()]
         return bool(batched) and any(isinstance(value.shape[0], torch.SymInt) for value in batched)
 
+    def misfit(self, inputs: Sequence[Any]) -> str | None:
+        """Why the graph does not hold for these inputs, by their shapes; None where it does."""
+        names = self.program.graph_signature.user_inputs
+        held = {node.name: node.meta.get("val") for node in self.graph.nodes if node.op == "placeholder"}
+        given, _ = pytree.tree_flatten(tuple(inputs))
+        for name, x in zip(names, given, strict=False):
+            known = held.get(str(name))
+            if not isinstance(known, Tensor) or not isinstance(x, Tensor):
+                continue
+            fits = known.dim() == x.dim() and all(map(self._allows, known.shape, x.shape))
+            if not fits:
+                wanted = ", ".join(str(size) if isinstance(size, int) else "any" for size in known.shape)
+                return f"an input has shape {tuple(x.shape)}, the network was captured for ({wanted})"
+        return None
+
+    def _allows(self, known: Any, size: int) -> bool:
+        if isinstance(known, int):
+            return known == size
+        limits = self.program.range_constraints.get(known.node.expr)
+        # torch.export calls everything that is not 1 "2 or more"
+        return limits is None or limits.lower <= 2 or int(limits.lower) <= size
+
     def module_of(self, node: torch.fx.Node) -> str:
         """The name, in the model, of the innermost module that an operation belongs to."""
         stack = node.meta.get("nn_module_stack") or {}
@@ -72,12 +94,18 @@ class Captured:
         return len(self.parts) == 1 and not self.parts[0].name
 
 
-def capture(model: nn.Module, example: Any, forward: Callable[[nn.Module, Any], Any] | None = None) -> Captured:
+def capture(
+    model: nn.Module,
+    example: Any,
+    forward: Callable[[nn.Module, Any], Any] | None = None,
+    *,
+    free_size: bool = False,
+) -> Captured:
     """The structure of a model, as it runs in eval mode on an example.
 
     `example` is a tensor of images or a tuple of arguments; with `forward` it is whatever `forward(model, example)`
-    takes. One image is enough: it is doubled inside, since a graph of batch 1 would hold for batch 1 only. The model
-    stays as it is.
+    takes. One image is enough: it is doubled inside, since a graph of batch 1 would hold for batch 1 only. With
+    `free_size` the graph holds for images of other sizes too, where the model does. The model stays as it is.
 
     >>> captured = capture(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), torch.zeros(1, 3, 8, 8))
     >>> captured.whole, captured.parts[0].free_batch, sorted(captured.parts[0].tensors.values())
@@ -90,10 +118,10 @@ def capture(model: nn.Module, example: Any, forward: Callable[[nn.Module, Any], 
     root = copy if forward is None else _Called(copy, forward)
     prefix = "" if forward is None else _CALL
     with torch.no_grad(), _quiet():
-        program, reason = _export(root, arguments, {})
+        program, reason = _export(root, arguments, {}, free_size)
         if program is not None:
             return Captured((Part("", program, _tensors(program, "", prefix, names), prefix),), {})
-        parts, left = _in_parts(copy, root, arguments, reason, names)
+        parts, left = _in_parts(copy, root, arguments, reason, names, free_size)
     if not parts:
         reasons = listed([f"{name or type(model).__name__}: {why}" for name, why in left.items()], most=3)
         raise ModelError(f"torch.export can capture no part of {type(model).__name__}: {reasons}")
@@ -101,7 +129,12 @@ def capture(model: nn.Module, example: Any, forward: Callable[[nn.Module, Any], 
 
 
 def _in_parts(
-    model: nn.Module, root: nn.Module, arguments: tuple[Any, ...], reason: str, names: Mapping[int, str]
+    model: nn.Module,
+    root: nn.Module,
+    arguments: tuple[Any, ...],
+    reason: str,
+    names: Mapping[int, str],
+    free_size: bool,
 ) -> tuple[list[Part], dict[str, str]]:
     """The largest modules that can be exported on what they are given in one run of the whole model."""
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
@@ -120,7 +153,7 @@ def _in_parts(
                 continue
             program, reason = None, why
             if path in calls:
-                program, reason = _export(child, *calls[path])
+                program, reason = _export(child, *calls[path], free_size)
             elif kind_of(child):
                 reason = "it did not run on the example"
             if program is not None:
@@ -134,13 +167,23 @@ def _in_parts(
     return parts, left
 
 
-def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[ExportedProgram | None, str]:
+def _export(
+    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], free_size: bool
+) -> tuple[ExportedProgram | None, str]:
     """The exported module, or None and why not."""
+
+    def free(value: Any) -> dict[int, Any] | None:
+        if not _is_batched(value):
+            return None
+        return dict.fromkeys((0, 2, 3) if free_size and value.dim() == 4 else (0,), Dim.AUTO)
+
     try:
         named = dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
-        shapes = pytree.tree_map(lambda value: {0: Dim.AUTO} if _is_batched(value) else None, named)
+        shapes = pytree.tree_map(free, named)
         return torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False), ""
     except Exception as error:  # exporting runs the model's own code on stand-ins, which may raise anything
+        if free_size:
+            return _export(module, args, kwargs, free_size=False)
         first = (str(error).strip().splitlines() or [""])[0]
         return None, f"{type(error).__name__}: {first[:160]}"
 

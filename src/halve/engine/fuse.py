@@ -65,8 +65,7 @@ def fuse(part: Part) -> tuple[GraphModule, list[Fused]]:
         layers.append(_Layer(module, node, part.module_of(node), number).fuse())
     graph.eliminate_dead_code()
     module.delete_all_unused_submodules()
-    module.recompile()
-    return module, layers
+    return GraphModule(module, graph).eval(), layers  # anew: what export gives refuses eval() and copies
 
 
 def _is_layer(node: Node) -> bool:
@@ -178,7 +177,7 @@ class _Layer:
                 stride, padding, dilation, groups = self._geometry()
                 arguments = (*common, stride, padding, dilation, groups, self.activation)
                 new = graph.call_function(ops.conv2d._opoverload, arguments)
-        new.meta = dict(self.last.meta)
+        new.meta = {**self.last.meta, "layer": self.name}
         self.last.replace_all_uses_with(new)
         for node in reversed(self.chain):
             graph.erase_node(node)

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from halve.engine.cuda import conv as cuda_conv
 from halve.engine.geometry import Geometry
-from halve.engine.pack import Packed, unpack, unpack_dense
+from halve.engine.pack import restored
 from halve.errors import EngineError
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -74,13 +74,23 @@ def _conv2d_on_gpu(
     return _conv2d(x, weight, bias, residual, stride, padding, dilation, groups, activation)
 
 
-def _linear(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str) -> Tensor:
+def _linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, way: str = "torch"
+) -> Tensor:
     """activation(x weight^T + bias + residual)
 
     >>> linear(torch.ones(1, 2), torch.ones(3, 2), None, None, "none").tolist()
     [[2.0, 2.0, 2.0]]
     """
     return finished(F.linear(x, weight, bias), residual, activation)
+
+
+def _linear_on_gpu(
+    x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str, way: str = "torch"
+) -> Tensor:
+    if way == "gemm":
+        return product(x, weight, bias, residual, activation)
+    return _linear(x, weight, bias, residual, activation)
 
 
 def product(x: Tensor, matrix: Tensor, bias: Tensor | None, residual: Tensor | None, activation: str) -> Tensor:
@@ -122,8 +132,7 @@ def _packed_conv2d(
     """
     _check(x, values, metadata, bias, residual, shape)
     whole = tuple(shape)
-    weight = unpack_dense(values, whole) if metadata is None else unpack(Packed(values, metadata, whole))
-    y = F.conv2d(x, weight, None, stride, padding, dilation)
+    y = F.conv2d(x, restored(values, metadata, whole), None, stride, padding, dilation)
     if bias is not None:
         y = (y.float() + bias.reshape(1, -1, 1, 1)).to(x.dtype)
     return finished(y, residual, activation).contiguous(memory_format=_NHWC)
@@ -173,8 +182,49 @@ def _packed_conv2d_fake(
     return torch.empty(size, dtype=x.dtype, device=x.device, memory_format=_NHWC)
 
 
+def _packed_linear(
+    x: Tensor,
+    values: Tensor,
+    metadata: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    rows: int,
+    activation: str,
+    tile: str,
+) -> Tensor:
+    """As `linear`, of a weight of so many rows that is packed: each row of x is a pixel of one tall image."""
+    run = _packed_conv2d_on_gpu if x.is_cuda else _packed_conv2d
+    shape = [rows, x.shape[-1], 1, 1]
+    image, added = _as_image(x), None if residual is None else _as_image(residual)
+    y = run(image, values, metadata, bias, added, shape, [1, 1], [0, 0], [1, 1], activation, tile)
+    return y.permute(0, 2, 3, 1).reshape(*x.shape[:-1], rows)
+
+
+def _packed_linear_fake(
+    x: Tensor,
+    values: Tensor,
+    metadata: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    rows: int,
+    activation: str,
+    tile: str,
+) -> Tensor:
+    return x.new_empty(*x.shape[:-1], rows)
+
+
+def _as_image(x: Tensor) -> Tensor:
+    """(..., C) -> (1, C, rows, 1), channels last."""
+    return x.reshape(1, -1, 1, x.shape[-1]).permute(0, 3, 1, 2)
+
+
 def _check(
-    x: Tensor, values: Tensor, metadata: Tensor | None, bias: Tensor | None, residual: Tensor | None, shape: Sequence[int]
+    x: Tensor,
+    values: Tensor,
+    metadata: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    shape: Sequence[int],
 ) -> None:
     """What a kernel would read past, or read as something else."""
     if x.dim() != 4 or x.shape[1] != shape[1]:
@@ -198,8 +248,11 @@ def _pair(numbers: Sequence[int]) -> tuple[int, int]:
 conv2d = torch.library.custom_op("halve::conv2d", _conv2d, mutates_args=())
 linear = torch.library.custom_op("halve::linear", _linear, mutates_args=())
 packed_conv2d = torch.library.custom_op("halve::packed_conv2d", _packed_conv2d, mutates_args=())
+packed_linear = torch.library.custom_op("halve::packed_linear", _packed_linear, mutates_args=())
 conv2d.register_kernel("cuda", _conv2d_on_gpu)
+linear.register_kernel("cuda", _linear_on_gpu)
 conv2d.register_fake(_conv2d)  # plain PyTorch runs on tensors without numbers as well
 linear.register_fake(_linear)
 packed_conv2d.register_fake(_packed_conv2d_fake)
+packed_linear.register_fake(_packed_linear_fake)
 packed_conv2d.register_kernel("cuda", _packed_conv2d_on_gpu)

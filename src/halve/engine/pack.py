@@ -86,6 +86,11 @@ def unpack_dense(values: Tensor, shape: tuple[int, ...]) -> Tensor:
     return _weight(_read_values(values), shape)
 
 
+def restored(values: Tensor, metadata: Tensor | None, shape: tuple[int, ...]) -> Tensor:
+    """The weight of that shape from either form: 2:4 with metadata, dense without."""
+    return unpack_dense(values, shape) if metadata is None else unpack(Packed(values, metadata, shape))
+
+
 def _weight(matrix: Tensor, shape: tuple[int, ...]) -> Tensor:
     """Back from (padded rows, K)."""
     rows, channels, *kernel = shape

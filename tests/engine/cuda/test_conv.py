@@ -3,8 +3,8 @@ import itertools
 import pytest
 import torch
 
-from halve.engine.cuda import jit
 from halve.engine import geometry, ops
+from halve.engine.cuda import jit
 from halve.engine.cuda.conv import DTYPES, TILES, Variant, machine_code
 from halve.errors import EngineError
 
@@ -24,9 +24,8 @@ def test_the_activations_are_numbered_as_the_kernel_counts_them():
     assert geometry.ACTIVATIONS == tuple(ops.ACTIVATIONS) == ("none", "relu", "gelu", "silu", "hardswish")
 
 
-@pytest.mark.parametrize("tile", TILES.values(), ids=str)
-def test_tiles_fit_into_the_shared_memory_of_small_gpus(tile):
-    assert tile.shared_bytes <= 99 * 1024
+def test_all_tiles_but_the_largest_fit_into_the_shared_memory_of_small_gpus():
+    assert [name for name, tile in TILES.items() if tile.shared_bytes > 99 * 1024] == ["256x128"]
 
 
 @pytest.mark.parametrize(

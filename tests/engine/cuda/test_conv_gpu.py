@@ -17,7 +17,8 @@ from halve.errors import EngineError
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or driver.missing(torch.device("cuda")) is not None, reason="needs a GPU from 8.0 on"
+        not torch.cuda.is_available() or driver.missing(torch.device("cuda")) is not None,
+        reason="needs a GPU from 8.0 on",
     ),
 ]
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -47,7 +48,7 @@ def problem(geometry, images, height, width, dtype, *, bias, residual, seed=0):
 def poison(x, geometry):
     """Let the next result lie where there are NaNs now."""
     out = (x.shape[0], geometry.rows, *geometry.out_size(x.shape[2], x.shape[3]))
-    torch.full(out, float("nan"), dtype=x.dtype, device="cuda", memory_format=torch.contiguous_format)
+    torch.full(out, float("nan"), dtype=x.dtype, device="cuda")
 
 
 def run(x, weight, b, r, geometry, tile, *, sparse):

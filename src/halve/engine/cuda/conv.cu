@@ -9,7 +9,8 @@
 //
 // Defined when compiled: SPARSE (0, 1), BF16 (0, 1), PIECE (channels that one copy moves: 8, or 4 where the channels are
 // no multiple of 8), and the tile: a warp makes ROW_TILES x 16 output channels by PIXEL_TILES x 8 pixels, and a block has
-// WARPS_M x WARPS_N x WARPS_K warps; the WARPS_K share one tile and take turns along K, for layers with few tiles.
+// WARPS_M x WARPS_N x WARPS_K warps. Warps with the same place along K are a team: they take every WARPS_K-th step,
+// copy for themselves and wait for each other alone. Several teams share one tile, for layers with few tiles.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -17,9 +18,9 @@ typedef unsigned long long u64;
 
 constexpr int WARP_M = ROW_TILES * 16, WARP_N = PIXEL_TILES * 8;
 constexpr int TILE_M = WARPS_M * WARP_M, TILE_N = WARPS_N * WARP_N, TILE_K = 64, STAGES = 3;
-constexpr int THREADS = 32 * WARPS_M * WARPS_N * WARPS_K;
-constexpr int STEP_BYTES = TILE_N * TILE_K * 2, STAGE_BYTES = WARPS_K * STEP_BYTES;
-constexpr int COPIED_AT_ONCE = THREADS / 8;  // rows of 128 bytes
+constexpr int TEAM = 32 * WARPS_M * WARPS_N, THREADS = TEAM * WARPS_K;
+constexpr int STAGE_BYTES = TILE_N * TILE_K * 2;
+constexpr int COPIED_AT_ONCE = TEAM / 8;  // rows of 128 bytes, by one team
 constexpr int PIXELS_OF_THREAD = TILE_N / COPIED_AT_ONCE;
 constexpr int PARTS = SPARSE ? 1 : 2;  // pieces of eight values that a lane holds of 16 rows and 32 columns
 static_assert(TILE_N % COPIED_AT_ONCE == 0, "each thread copies the same number of pixels");
@@ -70,14 +71,14 @@ template <int BYTES>
 __device__ __forceinline__ void copy_async(u32 to, const void* from, bool inside) {
     const int size = inside ? BYTES : 0;  // the rest is filled with zeros
     if constexpr (BYTES == 16)
-        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(size));
+        asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(size) : "memory");
     else
-        asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(size));
+        asm volatile("cp.async.ca.shared.global [%0], [%1], 8, %2;" ::"r"(to), "l"(from), "r"(size) : "memory");
 }
 
 __device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 from) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(from));
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(from) : "memory");
 }
 
 #if BF16
@@ -90,24 +91,31 @@ __device__ __forceinline__ void load_matrices(u32 (&r)[4], u32 from) {
 template <int SELECTOR>
 __device__ __forceinline__ void multiply(float (&c)[4], const uint4& a, const u32 (&b)[4], u32 meta) {
     if constexpr (SELECTOR == 0)
-        asm volatile("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32." KIND ".f32 "
+        asm("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32." KIND ".f32 "
                      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9,%10,%11}, {%0,%1,%2,%3}, %12, 0x0;"
                      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(meta));
     else
-        asm volatile("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32." KIND ".f32 "
+        asm("mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32." KIND ".f32 "
                      "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9,%10,%11}, {%0,%1,%2,%3}, %12, 0x1;"
                      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                      : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b[0]), "r"(b[1]), "r"(b[2]), "r"(b[3]), "r"(meta));
 }
 #else
 __device__ __forceinline__ void multiply(float (&c)[4], const uint4& a, u32 b0, u32 b1) {
-    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32." KIND ".f32 "
+    asm("mma.sync.aligned.m16n8k16.row.col.f32." KIND ".f32 "
                  "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
                  : "r"(a.x), "r"(a.y), "r"(a.z), "r"(a.w), "r"(b0), "r"(b1));
 }
 #endif
+
+// The writes of all threads of a team are seen by all of them.
+__device__ __forceinline__ void wait_for_team(int team) {
+    if constexpr (WARPS_K == 1) __syncthreads();
+    else if constexpr (TEAM == 32) __syncwarp();
+    else asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(TEAM) : "memory");
+}
 
 // What a lane multiplies with in one step of 64 columns.
 struct Weights {
@@ -140,92 +148,118 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv(const u16* __restrict
     extern __shared__ __align__(128) unsigned char shared[];
     const u32 base = (u32)__cvta_generic_to_shared(shared);
     const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32;
-    const int warp_k = warp % WARPS_K, warp_n = warp / WARPS_K % WARPS_N, warp_m = warp / WARPS_K / WARPS_N;
+    const int warp_n = warp % WARPS_N, warp_m = warp / WARPS_N % WARPS_M, team = warp / WARPS_N / WARPS_M;
     const int pixels = s.images * s.out_height * s.out_width;
     const int first_pixel = blockIdx.x * TILE_N, first_row = blockIdx.y * TILE_M;
     const int channel_blocks = (s.channels + TILE_K - 1) / TILE_K;
     const int steps = s.kernel_h * s.kernel_w * channel_blocks;
-    const int rounds = (steps + WARPS_K - 1) / WARPS_K;
 
-    // This thread copies piece `piece` of pixels `row`, `row + COPIED_AT_ONCE`, ...: where each starts in its image.
-    const int piece = thread % 8, row = thread / 8;
-    int top[PIXELS_OF_THREAD], left[PIXELS_OF_THREAD], image[PIXELS_OF_THREAD];  // row, column, the image's first pixel
+    // This thread copies piece `piece` of pixels `row`, `row + COPIED_AT_ONCE`, ...: where each starts.
+    const int piece = thread % 8, row = thread % TEAM / 8;
+    int top[PIXELS_OF_THREAD], left[PIXELS_OF_THREAD];
+    const u16* start[PIXELS_OF_THREAD];
 #pragma unroll
     for (int i = 0; i < PIXELS_OF_THREAD; ++i) {
         const int pixel = first_pixel + row + COPIED_AT_ONCE * i;
         const int across = pixel % s.out_width, rest = pixel / s.out_width;
         const int down = rest % s.out_height, n = rest / s.out_height;
-        top[i] = pixel < pixels ? down * s.stride_h - s.pad_h : -(1 << 28);  // far outside: filled with zeros
-        left[i] = across * s.stride_w - s.pad_w;
-        image[i] = n * s.height * s.width;
+        top[i] = down * s.stride_h - s.pad_h, left[i] = across * s.stride_w - s.pad_w;
+        start[i] = x + ((long long)(n * s.height + top[i]) * s.width + left[i]) * s.channels + piece * 8;
+        if (pixel >= pixels) top[i] = -(1 << 28);  // far outside: filled with zeros
     }
 
-    auto copy = [&](int round) {
-#pragma unroll
-        for (int k = 0; k < WARPS_K; ++k) {
-            const int step = round * WARPS_K + k;
-            const int tap = step / channel_blocks, channel = (step % channel_blocks) * TILE_K + piece * 8;
-            const int dy = tap / s.kernel_w * s.dilation_h, dx = tap % s.kernel_w * s.dilation_w;
-            const u32 stage = base + round % STAGES * STAGE_BYTES + k * STEP_BYTES;
+    // The step that is copied next, counted along: kernel row and column, block of channels.
+    int copied = team, at_block = team, at_dy = 0, at_dx = 0;
+    auto settle = [&] {
+        while (at_block >= channel_blocks) {
+            at_block -= channel_blocks;
+            if (++at_dx == s.kernel_w) at_dx = 0, ++at_dy;
+        }
+    };
+    settle();
+    auto copy = [&](int stage) {
+        if (copied < steps) {
+            const int dy = at_dy * s.dilation_h, dx = at_dx * s.dilation_w, channel = at_block * TILE_K;
+            const long long shift = (long long)(dy * s.width + dx) * s.channels + channel;
+            const u32 to = base + (team * STAGES + stage) * STAGE_BYTES + row * (TILE_K * 2);
 #pragma unroll
             for (int i = 0; i < PIXELS_OF_THREAD; ++i) {
-                const int y = top[i] + dy, z = left[i] + dx, r = row + COPIED_AT_ONCE * i;
                 const bool in_image =
-                    (unsigned)y < (unsigned)s.height && (unsigned)z < (unsigned)s.width && step < steps;
-                const u16* from = x + (long long)(image[i] + y * s.width + z) * s.channels + channel;
-                const u32 to = stage + r * (TILE_K * 2) + ((piece ^ (r & 7)) * 16);
+                    (unsigned)(top[i] + dy) < (unsigned)s.height && (unsigned)(left[i] + dx) < (unsigned)s.width;
+                const int r = row + COPIED_AT_ONCE * i;
+                const u32 place = to + COPIED_AT_ONCE * i * (TILE_K * 2) + ((piece ^ (r & 7)) * 16);
 #pragma unroll
                 for (int part = 0; part < 8 / PIECE; ++part) {
-                    const bool inside = in_image && channel + part * PIECE < s.channels;
-                    copy_async<PIECE * 2>(to + part * PIECE * 2, inside ? from + part * PIECE : x, inside);
+                    const bool inside = in_image && channel + piece * 8 + part * PIECE < s.channels;
+                    const u16* from = start[i] + shift + part * PIECE;
+                    copy_async<PIECE * 2>(place + part * PIECE * 2, inside ? from : x, inside);
                 }
             }
+            copied += WARPS_K, at_block += WARPS_K;
+            settle();
         }
+        asm volatile("cp.async.commit_group;" ::: "memory");
     };
 
     float sums[ROW_TILES][PIXEL_TILES][4] = {};
     const int tile = first_row / 16 + warp_m * ROW_TILES;
     Weights now, next;
-    load_weights(now, values, meta, tile, s.row_tiles, warp_k, steps, lane);
+    load_weights(now, values, meta, tile, s.row_tiles, team, steps, lane);
 #pragma unroll
-    for (int round = 0; round < STAGES - 1; ++round) {
-        if (round < rounds) copy(round);
-        asm volatile("cp.async.commit_group;");
-    }
-    for (int round = 0; round < rounds; ++round) {
-        asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2));
-        __syncthreads();  // the tile is there for all, and all are done with the one that is written over next
-        if (round + STAGES - 1 < rounds) copy(round + STAGES - 1);
-        asm volatile("cp.async.commit_group;");
-        load_weights(next, values, meta, tile, s.row_tiles, (round + 1) * WARPS_K + warp_k, steps, lane);
-        const u32 stage = base + round % STAGES * STAGE_BYTES + warp_k * STEP_BYTES;
+    for (int stage = 0; stage < STAGES - 1; ++stage) copy(stage);
+    int stage = 0;
+    for (int step = team; step < steps; step += WARPS_K) {
+        asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
+        wait_for_team(team);  // the tile is there for all, and all are done with the one that is written over next
+        copy(stage == 0 ? STAGES - 1 : stage - 1);
+        load_weights(next, values, meta, tile, s.row_tiles, step + WARPS_K, steps, lane);
+        const u32 from = base + (team * STAGES + stage) * STAGE_BYTES + (warp_n * WARP_N + lane % 8) * (TILE_K * 2);
+        const u32 low = ((lane / 8) ^ (lane % 8)) * 16, high = ((4 + lane / 8) ^ (lane % 8)) * 16;
+        u32 b[2][2][4];  // 8 pixels by 32 channels each: read one ahead of their use
+        load_matrices(b[0][0], from + low), load_matrices(b[0][1], from + high);
 #pragma unroll
         for (int n = 0; n < PIXEL_TILES; ++n) {
-            const int r = warp_n * WARP_N + n * 8 + lane % 8;
+            if (n + 1 < PIXEL_TILES) {
+                load_matrices(b[(n + 1) % 2][0], from + (n + 1) * 8 * (TILE_K * 2) + low);
+                load_matrices(b[(n + 1) % 2][1], from + (n + 1) * 8 * (TILE_K * 2) + high);
+            }
 #pragma unroll
-            for (int half = 0; half < 2; ++half) {
-                u32 b[4];  // 8 pixels by 32 channels
-                load_matrices(b, stage + r * (TILE_K * 2) + (((half * 4 + lane / 8) ^ (r & 7)) * 16));
+            for (int half = 0; half < 2; ++half)
 #pragma unroll
                 for (int m = 0; m < ROW_TILES; ++m) {
+                    const u32(&matrix)[4] = b[n % 2][half];
 #if SPARSE
-                    if (half == 0) multiply<0>(sums[m][n], now.values[0][m][0], b, now.meta[m]);
-                    else multiply<1>(sums[m][n], now.values[1][m][0], b, now.meta[m]);
+                    if (half == 0) multiply<0>(sums[m][n], now.values[0][m][0], matrix, now.meta[m]);
+                    else multiply<1>(sums[m][n], now.values[1][m][0], matrix, now.meta[m]);
 #else
-                    multiply(sums[m][n], now.values[half][m][0], b[0], b[1]);
-                    multiply(sums[m][n], now.values[half][m][1], b[2], b[3]);
+                    multiply(sums[m][n], now.values[half][m][0], matrix[0], matrix[1]);
+                    multiply(sums[m][n], now.values[half][m][1], matrix[2], matrix[3]);
 #endif
                 }
-            }
         }
         now = next;
+        stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
 
-    // Through shared memory, so that the channels of one pixel are written together, and the warps along K are added up
-    // in a fixed order.
-    asm volatile("cp.async.wait_group 0;");
+    // What is added comes from far away: ask for it before it is needed.
+    constexpr int GROUPS = TILE_M / 8;  // eight channels of one pixel at a time
+    constexpr int TURNS = (TILE_N * GROUPS + THREADS - 1) / THREADS;
+    union Eight { uint4 vector; u16 each[8]; };
+    Eight add[TURNS];
+    const bool whole = s.out_channels % 8 == 0;
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn) {
+        const int place = thread + turn * THREADS, pixel = first_pixel + place / GROUPS;
+        const int first = first_row + place % GROUPS * 8;
+        add[turn].vector = make_uint4(0, 0, 0, 0);
+        if (residual && whole && place < TILE_N * GROUPS && pixel < pixels && first < s.out_channels)
+            add[turn].vector = *reinterpret_cast<const uint4*>(residual + (u64)pixel * s.out_channels + first);
+    }
+
+    // Through shared memory, so that the channels of one pixel are written together, and teams are added up in a fixed order.
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
     __syncthreads();
-    float* tile_out = reinterpret_cast<float*>(shared);  // [warp along K][pixel][PITCH]
+    float* tile_out = reinterpret_cast<float*>(shared);  // [team][pixel][PITCH]
     constexpr int PITCH = TILE_M + 4, SLICE = TILE_N * PITCH;
     const int g = lane / 4, q = lane % 4;
 #pragma unroll
@@ -236,29 +270,31 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv(const u16* __restrict
             for (int i = 0; i < 4; ++i) {
                 const int channel = warp_m * WARP_M + m * 16 + g + (i / 2) * 8;
                 const int pixel = warp_n * WARP_N + n * 8 + 2 * q + i % 2;
-                tile_out[warp_k * SLICE + pixel * PITCH + channel] = sums[m][n][i];
+                tile_out[team * SLICE + pixel * PITCH + channel] = sums[m][n][i];
             }
     __syncthreads();
-    constexpr int GROUPS = TILE_M / 8;  // eight channels of one pixel at a time
-    for (int at_once = thread; at_once < TILE_N * GROUPS; at_once += THREADS) {
-        const int p = at_once / GROUPS, channel = at_once % GROUPS * 8;
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn) {
+        const int place = thread + turn * THREADS, p = place / GROUPS, channel = place % GROUPS * 8;
         const int pixel = first_pixel + p, first = first_row + channel;
-        if (pixel >= pixels || first >= s.out_channels) continue;
+        if (place >= TILE_N * GROUPS || pixel >= pixels || first >= s.out_channels) continue;
+        float v[8] = {};
+#pragma unroll
+        for (int k = 0; k < WARPS_K; ++k)
+#pragma unroll
+            for (int i = 0; i < 8; i += 4) {
+                const float4 four = *reinterpret_cast<const float4*>(tile_out + k * SLICE + p * PITCH + channel + i);
+                v[i] += four.x, v[i + 1] += four.y, v[i + 2] += four.z, v[i + 3] += four.w;
+            }
         const u64 at = (u64)pixel * s.out_channels + first;
-        const bool whole = first + 8 <= s.out_channels && s.out_channels % 8 == 0;
-        union { uint4 vector; u16 each[8]; } sum, add;
-        add.vector = make_uint4(0, 0, 0, 0);
-        if (residual && whole) add.vector = *reinterpret_cast<const uint4*>(residual + at);
+        Eight sum;
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
-            if (first + i >= s.out_channels) break;
-            float v = tile_out[p * PITCH + channel + i];
-#pragma unroll
-            for (int k = 1; k < WARPS_K; ++k) v += tile_out[k * SLICE + p * PITCH + channel + i];
-            if (bias) v += __ldg(bias + first + i);
-            if (residual) v += to_float(whole ? add.each[i] : residual[at + i]);
-            sum.each[i] = from_float(activate(v, s.activation));
-            if (!whole) out[at + i] = sum.each[i];
+            const bool inside = whole || first + i < s.out_channels;
+            if (bias && inside) v[i] += __ldg(bias + first + i);
+            if (residual && inside) v[i] += to_float(whole ? add[turn].each[i] : residual[at + i]);
+            sum.each[i] = from_float(activate(v[i], s.activation));
+            if (inside && !whole) out[at + i] = sum.each[i];
         }
         if (whole) *reinterpret_cast<uint4*>(out + at) = sum.vector;
     }

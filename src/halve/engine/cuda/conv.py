@@ -49,12 +49,13 @@ class Tile(NamedTuple):
 TILES = {
     str(tile): tile
     for tile in (
-        Tile(4, 4, 2, 4),  # 128x128, for large layers
+        Tile(4, 8, 4, 2),  # 256x128, for large layers
+        Tile(4, 4, 2, 4),  # 128x128
         Tile(2, 8, 2, 2),  # 64x128
         Tile(2, 4, 2, 2),  # 64x64
-        Tile(4, 4, 1, 1, 4),  # 64x32, four warps along K
-        Tile(2, 4, 1, 1, 4),  # 32x32
-        Tile(2, 4, 1, 1, 8),
+        Tile(2, 4, 2, 1, 4),  # 64x32, four teams along K
+        Tile(2, 4, 1, 1, 8),  # 32x32, for layers with few pixels
+        Tile(1, 4, 1, 1, 8),
     )
 }
 
@@ -87,7 +88,17 @@ class _Shape(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_int)
         for name in (
-            *("images", "height", "width", "channels", "out_height", "out_width", "out_channels", "kernel_h", "kernel_w"),
+            *(
+                "images",
+                "height",
+                "width",
+                "channels",
+                "out_height",
+                "out_width",
+                "out_channels",
+                "kernel_h",
+                "kernel_w",
+            ),
             *("stride_h", "stride_w", "pad_h", "pad_w", "dilation_h", "dilation_w", "row_tiles", "activation"),
         )
     )

@@ -53,7 +53,9 @@ class Kernel:
             _call("cuModuleGetFunction", ctypes.byref(self._function), self._module, name.encode())
             _call("cuFuncSetAttribute", self._function, _MAX_DYNAMIC_SHARED_SIZE, shared_bytes)
 
-    def launch(self, grid: tuple[int, int], threads: int, arguments: Sequence[Tensor | ctypes.Structure | None]) -> None:
+    def launch(
+        self, grid: tuple[int, int], threads: int, arguments: Sequence[Tensor | ctypes.Structure | None]
+    ) -> None:
         """Tensors are passed as pointers, None as the null pointer."""
         held = [a if isinstance(a, ctypes.Structure) else ctypes.c_void_p(_address(a)) for a in arguments]
         pointers = (ctypes.c_void_p * len(held))(*(ctypes.addressof(a) for a in held))

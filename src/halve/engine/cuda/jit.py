@@ -27,7 +27,7 @@ def cubin(source: str, architecture: str, options: Sequence[str] = ()) -> bytes:
     Raises `EngineError` with the compiler's words where the source does not compile, or where there is no compiler.
     """
     flags = (f"--gpu-architecture={architecture}", *_OPTIONS, *options)
-    path = _folder() / f"{_key(source, flags)}.cubin"
+    path = folder() / f"{_key(source, flags)}.cubin"
     try:
         found = path.read_bytes()
         if found.startswith(b"\x7fELF"):
@@ -64,7 +64,8 @@ def _key(source: str, flags: Sequence[str]) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
-def _folder() -> Path:
+def folder() -> Path:
+    """Where compiled kernels and timings are kept: $HALVE_CACHE, or halve/kernels in the user's cache."""
     if chosen := os.environ.get("HALVE_CACHE"):
         return Path(chosen)
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"

@@ -1,0 +1,99 @@
+"""Model, masks and an example -> a network that runs fast (see compiled.py)."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halve.engine.compiled import Compiled, missing
+from halve.engine.fuse import fuse
+from halve.engine.lower import lower_
+from halve.errors import EngineError, ModelError
+from halve.graph import Captured, capture
+from halve.masks.apply import Changed, apply
+from halve.masks.mask import MaskSet
+
+
+def compile(
+    model: nn.Module,
+    masks: MaskSet,
+    example: Tensor | tuple[Tensor, ...],
+    *,
+    dtype: torch.dtype | None = None,
+    batch_sizes: tuple[int, ...] = (),
+    changed: Changed = "warn",
+) -> Compiled:
+    """The masked model as a module for inference that runs on sparse kernels where these are faster.
+
+    The example (images, or a tuple of inputs) says what inputs will look like: their device, type, and number of
+    dimensions. `dtype` is what is computed in, by default the example's type: float16 or bfloat16 for sparse kernels,
+    and the outputs come in the example's type again. Batch sizes and, where the model allows it, image sizes are free;
+    the example's batch size and `batch_sizes` are timed and recorded now, see `Compiled.warmup`.
+
+    BatchNorm is folded; bias, activation and residual run inside of the layer; what is not understood runs as it was.
+    Where nothing can run sparse the network runs dense, with a warning that says why. The model stays as it is.
+
+    >>> import halve, warnings
+    >>> model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval()
+    >>> images = torch.randn(2, 4, 8, 8)
+    >>> masks = halve.prune(model)
+    >>> with warnings.catch_warnings(action="ignore"):  # on a CPU: folded and fused, dense
+    ...     fast = halve.compile(model, masks, images)
+    >>> torch.allclose(fast(images), halve.apply(model, masks)(images), atol=1e-5)
+    True
+    """
+    inputs = example if isinstance(example, tuple) else (example,)
+    if not inputs or not all(isinstance(x, Tensor) and x.dim() for x in inputs):
+        raise EngineError("the example must be a tensor of images, or a tuple of tensors, as the model takes them")
+    device = inputs[0].device
+    floating = [x.dtype for x in inputs if x.is_floating_point()]
+    computed = dtype or (floating[0] if floating else torch.float32)
+    masked = apply(model, masks, permute=bool(masks.moves), changed=changed).eval().to(device).float()
+    with torch.no_grad():
+        captured = capture(masked, tuple(_in_float(x) for x in inputs), free_size=True)
+        body, left = _body(masked, captured)
+        _convert_(body, computed)
+        fast = Compiled(body, inputs, computed, left, captured.parts[0].misfit if captured.whole else None)
+        try:
+            fast(*inputs)
+        except EngineError:
+            raise
+        except Exception as error:  # the model's own code, in a precision that it may not be made for
+            if computed == torch.float32:
+                raise ModelError(f"{type(model).__name__} does not run on the example: {error}") from error
+            raise EngineError(
+                f"{type(model).__name__} does not run in {computed} ({error}); leave out dtype= or use another"
+            ) from error
+    reason = missing(device, computed)
+    if reason is None and not any(layer.halved for layer in fast.layers):
+        reason = "no layer that was captured is 2:4 along its input channels"
+    if reason is not None:
+        fast.fall_back(reason)
+    return fast.warmup([len(inputs[0]), *batch_sizes]) if device.type == "cuda" else fast
+
+
+def _body(masked: nn.Module, captured: Captured) -> tuple[nn.Module, dict[str, str]]:
+    """The network with its captured parts fused, and what is left as it was."""
+    left = dict(captured.left)
+    body: nn.Module = masked
+    for part in captured.parts:
+        module, _ = fuse(part)
+        lower_(module)
+        if not part.name:
+            return module, left
+        body.set_submodule(part.name, module)
+    if captured.reason:
+        left["the network"] = f"in {len(captured.parts)} parts: {captured.reason}"
+    return body, left
+
+
+def _convert_(body: nn.Module, dtype: torch.dtype) -> None:
+    """To a type; biases that are added in single precision stay exact."""
+    exact = [(module, module.bias32) for module in body.modules() if getattr(module, "bias32", None) is not None]
+    body.to(dtype)
+    for layer, bias in exact:
+        layer.bias32 = bias
+
+
+def _in_float(x: Any) -> Any:
+    return x.float() if isinstance(x, Tensor) and x.is_floating_point() else x

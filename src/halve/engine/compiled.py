@@ -1,0 +1,187 @@
+"""A network that was compiled: a module for inference that takes the place of the model."""
+
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from halve.engine import ops
+from halve.engine.cuda import driver, jit
+from halve.engine.layer import DENSE, Layer
+from halve.engine.memory import Memory
+from halve.engine.plan import BARS, Entry, Plan, Timed, entry_of, timed
+from halve.engine.recorded import Recordings
+from halve.engine.timing import best_algorithms, graph_times
+from halve.errors import EngineError, EngineWarning
+
+_NHWC = torch.channels_last
+
+
+class Compiled(nn.Module):
+    """What `halve.compile` gives: call it like the model.
+
+    `plan` says which layer runs how. `warmup` plans and records further batch sizes; a call with another one takes the
+    nearest plan, without a recording. Outputs are the caller's own. It has no gradients.
+    """
+
+    def __init__(
+        self,
+        body: nn.Module,
+        example: tuple[Tensor, ...],
+        dtype: torch.dtype,
+        left: dict[str, str],
+        misfit: Callable[[Sequence[Any]], str | None] | None = None,
+    ) -> None:
+        super().__init__()
+        self.body = body
+        self.plan = Plan({}, left)
+        self.dtype, self.input_dtypes = dtype, tuple(x.dtype for x in example)
+        self.reason: str | None = None  # why nothing runs sparse
+        self._example = tuple(x[:1].cpu() for x in example)
+        self._misfit = misfit
+        self._recordings = Recordings()
+
+    @property
+    def layers(self) -> list[Layer]:
+        """The layers that can run in several ways."""
+        return [module for module in self.modules() if isinstance(module, Layer)]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        found = next(iter([*self.body.buffers(), *self.body.parameters()]), None)
+        return torch.device("cpu") if found is None else found.device
+
+    def forward(self, *inputs: Any) -> Any:
+        if torch.compiler.is_compiling():
+            return self._run(*inputs)
+        self._check(inputs)
+        with torch.no_grad():
+            if self._recordings.known and self._recordings.has(inputs) and not torch.cuda.is_current_stream_capturing():
+                return self._recordings.replay(inputs)
+            return self._run(*inputs)
+
+    def _run(self, *inputs: Any) -> Any:
+        outputs = self.body(*(self._entering(x) for x in inputs))
+        if all(dtype == self.dtype for dtype in self.input_dtypes):
+            return outputs
+        return pytree.tree_map_only(Tensor, self._leaving, outputs)
+
+    def _entering(self, x: Any) -> Any:
+        if not isinstance(x, Tensor) or not x.is_floating_point():
+            return x
+        return x.to(self.dtype, memory_format=_NHWC) if x.dim() == 4 else x.to(self.dtype)
+
+    def _leaving(self, y: Tensor) -> Tensor:
+        return y.to(self.input_dtypes[0]) if y.dtype == self.dtype else y
+
+    def _check(self, inputs: tuple[Any, ...]) -> None:
+        if len(inputs) != len(self.input_dtypes):
+            raise EngineError(f"the network was compiled for {len(self.input_dtypes)} input(s), not {len(inputs)}")
+        for x, dtype, example in zip(inputs, self.input_dtypes, self._example, strict=True):
+            if not isinstance(x, Tensor):
+                raise EngineError(f"an input is a {type(x).__name__}, the network was compiled for a tensor")
+            if x.device != self.device:
+                raise EngineError(f"the input is on {x.device}, the network on {self.device}: move one of them")
+            if x.dtype != dtype:
+                raise EngineError(f"the input is {x.dtype}, the network was compiled for {dtype}: convert the input")
+            if x.dim() != example.dim():
+                raise EngineError(f"the input has shape {tuple(x.shape)}, the example had {('N', *example.shape[1:])}")
+        if self._misfit is not None and (why := self._misfit(inputs)):
+            raise EngineError(f"{why}; compile it again with an example of that shape")
+
+    def warmup(self, batch_sizes: Sequence[int]) -> "Compiled":
+        """Plan and record these batch sizes, so that no call has to. Does nothing without a GPU."""
+        for size in batch_sizes:
+            if not isinstance(size, int) or size < 1:
+                raise EngineError(f"batch sizes are whole numbers from 1 on, not {size!r}")
+        if self.device.type != "cuda":
+            return self
+        for size in dict.fromkeys(batch_sizes):
+            inputs = tuple(self._varied(x, size) for x in self._example)
+            with torch.no_grad(), torch.cuda.device(self.device), best_algorithms():
+                if size not in self.plan.batches:
+                    self._plan(size, inputs)
+                self._record(inputs)
+        return self
+
+    def _varied(self, x: Tensor, size: int) -> Tensor:
+        x = x.to(self.device).expand(size, *x.shape[1:])
+        return x.contiguous(memory_format=_NHWC) if x.dim() == 4 else x.contiguous()
+
+    def _plan(self, size: int, inputs: tuple[Tensor, ...]) -> None:
+        """Time each layer by itself, then whole networks with layers sparse above some bar, and take the best."""
+        before = {id(layer): dict(layer.ways) for layer in self.layers}
+        timings = timed(self.layers, lambda: self._run(*inputs), Memory.of(self.device))
+        if not timings:
+            return
+        tried = {"dense": [timing.best("dense") for timing in timings]}
+        for bar in BARS:
+            ways = [timing.above(bar) for timing in timings]
+            if ways not in tried.values():
+                tried[f"from {bar:g} x dense on"] = ways
+        for timing, possible in zip(timings, zip(*tried.values(), strict=True), strict=True):
+            timing.layer.hold([*timing.layer.ways.values(), *possible])
+        times = graph_times({name: self._in_ways(timings, ways, inputs) for name, ways in tried.items()})
+        best = min(times, key=lambda name: times[name])
+        for timing, way in zip(timings, tried[best], strict=True):
+            timing.layer.take({**before[id(timing.layer)], timing.pixels: way})
+        self.plan.batches[size] = [_line(timing, way, best) for timing, way in zip(timings, tried[best], strict=True)]
+
+    def _in_ways(self, timings: list[Timed], ways: list[str], inputs: tuple[Tensor, ...]) -> Callable[[], Any]:
+        def run() -> Any:
+            for timing, way in zip(timings, ways, strict=True):
+                timing.layer.ways = {timing.pixels: way}
+            return self._run(*inputs)
+
+        return run
+
+    def _record(self, inputs: tuple[Tensor, ...]) -> None:
+        try:
+            self._recordings.record(self._run, inputs)
+        except RuntimeError as error:  # a part of the network may do what cannot be recorded
+            first = (str(error).splitlines() or [""])[0]
+            self.plan.left.setdefault("CUDA graph", f"not recorded: {first[:120]}")
+            torch.cuda.synchronize()
+
+    def train(self, mode: bool = True) -> "Compiled":
+        """A compiled network is for inference: it has no other mode."""
+        return self
+
+    def _apply(self, *args: Any, **kwargs: Any) -> "Compiled":
+        self._recordings = Recordings()  # they hold the addresses of weights that move now
+        super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        return self
+
+    def fall_back(self, reason: str) -> "Compiled":
+        """Run dense; say so, once."""
+        self.reason = reason
+        for layer in self.layers:
+            layer.take({1: DENSE})
+        warnings.warn(f"running dense: {reason}", EngineWarning, stacklevel=3)
+        return self
+
+
+def missing(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why nothing can run sparse there; None where it can."""
+    if (why := driver.missing(device)) is not None:
+        return why
+    if dtype not in (torch.float16, torch.bfloat16):
+        return f"sparse tensor cores multiply float16 and bfloat16, not {dtype}: pass dtype=torch.float16"
+    return jit.available()
+
+
+def _line(timing: Timed, way: str, chosen: str) -> Entry:
+    fastest = timing.best("any")
+    if way == fastest:
+        reason = "fastest"
+    elif way in ops.DENSE_WAYS:
+        reason = "the network is faster with this layer dense"
+    else:
+        reason = f"the network is faster with layers sparse {chosen}"
+    if not timing.layer.halved:
+        reason += ", not 2:4"
+    return entry_of(timing, way, reason)

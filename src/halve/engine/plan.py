@@ -1,0 +1,155 @@
+"""Time the ways that each layer can run in, take the fastest, say why."""
+
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halve.engine import ops
+from halve.engine.layer import DENSE, Layer, pixels_of
+from halve.engine.memory import Memory
+from halve.engine.timing import graph_times
+
+_TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of the largest output, when a way is tried
+BARS = (1.0, 0.8, 0.6)  # how much of a dense layer's speed a sparse one may be short of, when tried in the network
+
+
+@dataclass(frozen=True)
+class Entry:
+    """How one layer runs for one size of input."""
+
+    layer: str
+    shape: str
+    kernel: str
+    time_ms: float | None
+    dense_ms: float | None
+    reason: str
+
+
+@dataclass
+class Plan:
+    """A table: which layer runs how, for each batch size; `left` names what runs as it was, and why.
+
+    >>> plan = Plan({1: [Entry("fc", "4>2 at 1", "sparse 64x64", 0.004, 0.005, "fastest")]}, {})
+    >>> print(plan)
+    batch 1, 1 of 1 layers sparse
+    layer | shape    | kernel       | ms     | dense ms | reason
+    fc    | 4>2 at 1 | sparse 64x64 | 0.0040 | 0.0050   | fastest
+    """
+
+    batches: dict[int, list[Entry]]
+    left: dict[str, str]
+
+    def __iter__(self) -> Iterator[Entry]:
+        return (entry for entries in self.batches.values() for entry in entries)
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain numbers and words."""
+        return {
+            "batches": {str(size): [asdict(e) for e in table] for size, table in self.batches.items()},
+            "left": self.left,
+        }
+
+    @classmethod
+    def from_json(cls, plain: dict[str, Any]) -> "Plan":
+        batches = {int(size): [Entry(**entry) for entry in table] for size, table in plain["batches"].items()}
+        return cls(batches, dict(plain["left"]))
+
+    def __str__(self) -> str:
+        lines = []
+        for batch, entries in self.batches.items():
+            sparse = sum(entry.kernel.startswith("sparse") for entry in entries)
+            lines.append(f"batch {batch}, {sparse} of {len(entries)} layers sparse")
+            rows = [("layer", "shape", "kernel", "ms", "dense ms", "reason")]
+            rows += [(e.layer, e.shape, e.kernel, _ms(e.time_ms), _ms(e.dense_ms), e.reason) for e in entries]
+            widths = [max(len(row[column]) for row in rows) for column in range(6)]
+            lines += [" | ".join(t.ljust(w) for t, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines += [f"{name}: as it was ({reason})" for name, reason in self.left.items()]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What one layer takes on one input, in each way that is right."""
+
+    layer: Layer
+    pixels: int
+    shape: str
+    times: dict[str, float]
+
+    def best(self, kind: str) -> str:
+        """The fastest way of a kind: "dense", "sparse" or "any"."""
+        ways = [way for way in self.times if kind == "any" or (way in ops.DENSE_WAYS) == (kind == "dense")]
+        return min(ways or [DENSE], key=lambda way: self.times.get(way, float("inf")))
+
+    def above(self, bar: float) -> str:
+        """The fastest of our kernels where it has that share of the dense speed, otherwise the fastest dense way."""
+        ours, dense = self.best("sparse"), self.best("dense")
+        if ours in self.times and self.times[dense] >= bar * self.times[ours]:
+            return ours
+        return dense
+
+
+def timed(layers: list[Layer], run: Callable[[], object], memory: Memory) -> list[Timed]:
+    """Run the network once; each layer that is reached is timed on the input that it gets, the first time."""
+    found: dict[int, Timed] = {}
+
+    def stop_by(layer: Layer, args: tuple[Any, ...]) -> None:
+        if id(layer) not in found:
+            x, residual = args[0], args[1] if len(args) > 1 else None
+            found[id(layer)] = _timed(layer, x, residual, memory)
+
+    handles = [layer.register_forward_pre_hook(stop_by) for layer in layers]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    memory.save()
+    return [found[id(layer)] for layer in layers if id(layer) in found]
+
+
+def entry_of(timing: Timed, way: str, reason: str) -> Entry:
+    """A line of the plan."""
+    dense = timing.times.get(timing.best("dense"))
+    return Entry(timing.layer.name, timing.shape, way, timing.times.get(way), dense, reason)
+
+
+def _timed(layer: Layer, x: Tensor, residual: Tensor | None, memory: Memory) -> Timed:
+    ways = layer.possible()
+    geometry = layer.geometry
+    size = f"{x.shape[0]} x {x.shape[2]} x {x.shape[3]}" if x.dim() == 4 and not layer.linear else f"{len(x)}"
+    shape = f"{geometry.channels}>{geometry.rows} {geometry.kernel[0]}x{geometry.kernel[1]} at {size}"
+    key = "|".join(map(str, (geometry, tuple(x.shape), x.dtype, residual is not None, layer.linear, layer.halved)))
+    times = memory.recall(key, ways) if len(ways) > 1 else {}
+    if times is None:
+        before, ways_before = layer.ways, list(layer.ways.values())
+        layer.hold([*ways, *ways_before])
+        times = _measured(layer, x, residual, ways)
+        layer.hold([*ways_before, DENSE])
+        layer.ways = before
+        memory.remember(key, times)
+    right = {way: time for way, time in times.items() if time != float("inf")}
+    return Timed(layer, int(pixels_of(x, layer.linear)), shape, right)
+
+
+def _measured(layer: Layer, x: Tensor, residual: Tensor | None, ways: list[str]) -> dict[str, float]:
+    """Milliseconds of each way; infinite where it fails or is wrong on this GPU."""
+    expected = layer.run(x, residual, DENSE).float()
+    tolerance = _TOLERANCE.get(x.dtype, 1e-3) * float(expected.abs().nan_to_num().max().clamp(min=1e-6))
+    calls = {}
+    for way in ways:
+        try:
+            got = layer.run(x, residual, way).float()
+        except (RuntimeError, ValueError):  # a library that has no kernel for this shape
+            continue
+        if bool(torch.isclose(got, expected, rtol=0, atol=tolerance, equal_nan=True).all()):
+            calls[way] = lambda way=way: layer.run(x, residual, way)
+    times = graph_times(calls)
+    return {way: times.get(way, float("inf")) for way in ways}
+
+
+def _ms(time: float | None) -> str:
+    return "" if time is None else f"{time:.4f}"

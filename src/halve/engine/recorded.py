@@ -1,0 +1,79 @@
+"""A module recorded as CUDA graphs, one for each shape of its inputs; safe for several threads and streams.
+
+All recordings of a model share their memory, so one runs at a time. What is returned is a copy: nothing that a caller
+holds is written to later.
+"""
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.utils._pytree as pytree
+from torch import Tensor
+
+MOST = 16  # recordings of one model; the oldest makes room
+Shapes = tuple[tuple[int, ...], ...]
+
+
+class Recordings:
+    """Of one module on one device."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.known: dict[Shapes, tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...], Any]] = {}
+        self.pool: Any = None
+        self.stream: torch.cuda.Stream | None = None
+        self.done: torch.cuda.Event | None = None
+
+    def record(self, run: Callable[..., Any], inputs: tuple[Tensor, ...]) -> None:
+        """Record a run on inputs of these shapes."""
+        device = inputs[0].device
+        with self.lock, torch.cuda.device(device), torch.no_grad():
+            torch.cuda.synchronize()
+            if self.stream is None:
+                self.stream = torch.cuda.Stream()
+            if self.pool is None:
+                self.pool = torch.cuda.graph_pool_handle()
+            places = tuple(x.clone(memory_format=torch.preserve_format) for x in inputs)
+            self.stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(self.stream):
+                for _ in range(2):
+                    run(*places)
+            self.stream.synchronize()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self.pool, stream=self.stream, capture_error_mode="thread_local"):
+                outputs = run(*places)
+            torch.cuda.synchronize()
+            self.known.pop(shapes_of(inputs), None)
+            while len(self.known) >= MOST:
+                self.known.pop(next(iter(self.known)))
+            self.known[shapes_of(inputs)] = graph, places, outputs
+
+    def has(self, inputs: tuple[Tensor, ...]) -> bool:
+        return shapes_of(inputs) in self.known
+
+    def replay(self, inputs: tuple[Tensor, ...]) -> Any:
+        """The outputs for these inputs, on the current stream."""
+        with self.lock, torch.cuda.device(inputs[0].device):
+            graph, places, outputs = self.known[shapes_of(inputs)]
+            stream = torch.cuda.current_stream()
+            if self.done is not None:
+                stream.wait_event(self.done)  # whoever ran before may still read and write the shared memory
+            for place, x in zip(places, inputs, strict=True):
+                place.copy_(x)
+            graph.replay()
+            result = pytree.tree_map_only(Tensor, torch.clone, outputs)
+            self.done = self.done or torch.cuda.Event()
+            self.done.record(stream)
+            return result
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Recordings":
+        return Recordings()  # a recording holds addresses: a copy makes its own
+
+    def __reduce__(self) -> Any:
+        return Recordings, ()
+
+
+def shapes_of(inputs: tuple[Tensor, ...]) -> Shapes:
+    return tuple(tuple(x.shape) for x in inputs)
