@@ -2,7 +2,9 @@
 
 from halve.check.evaluate import evaluate
 from halve.check.verify import verify
+from halve.engine.bench import bench
 from halve.engine.compile import compile
+from halve.engine.saved import load as load_compiled
 from halve.errors import HalveError
 from halve.find.learn import learn
 from halve.find.objective import Views
@@ -24,10 +26,12 @@ __all__ = [
     "Views",
     "__version__",
     "apply",
+    "bench",
     "compile",
     "evaluate",
     "learn",
     "load",
+    "load_compiled",
     "pack",
     "prune",
     "recalibrate",

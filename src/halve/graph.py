@@ -9,7 +9,7 @@ import inspect
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,6 +20,8 @@ from torch.export import Dim, ExportedProgram
 
 from halve.errors import ModelError, listed
 from halve.masks.layers import clone, kind_of
+
+Sizes = tuple[tuple[tuple[int, int | None], ...], ...]
 
 _CALL = "model"  # where a model stands inside of `_Called`
 
@@ -50,27 +52,18 @@ class Part:
         batched = [value for value in values if isinstance(value, Tensor) and value.dim()]
         return bool(batched) and any(isinstance(value.shape[0], torch.SymInt) for value in batched)
 
-    def misfit(self, inputs: Sequence[Any]) -> str | None:
-        """Why the graph does not hold for these inputs, by their shapes; None where it does."""
-        names = self.program.graph_signature.user_inputs
+    def sizes(self) -> "Sizes":
+        """For each input that is a tensor the sizes that the graph holds for: from, to; None where there is no end."""
         held = {node.name: node.meta.get("val") for node in self.graph.nodes if node.op == "placeholder"}
-        given, _ = pytree.tree_flatten(tuple(inputs))
-        for name, x in zip(names, given, strict=False):
-            known = held.get(str(name))
-            if not isinstance(known, Tensor) or not isinstance(x, Tensor):
-                continue
-            fits = known.dim() == x.dim() and all(map(self._allows, known.shape, x.shape))
-            if not fits:
-                wanted = ", ".join(str(size) if isinstance(size, int) else "any" for size in known.shape)
-                return f"an input has shape {tuple(x.shape)}, the network was captured for ({wanted})"
-        return None
+        inputs = [held.get(str(name)) for name in self.program.graph_signature.user_inputs]
+        return tuple(tuple(map(self._limits, x.shape)) for x in inputs if isinstance(x, Tensor))
 
-    def _allows(self, known: Any, size: int) -> bool:
-        if isinstance(known, int):
-            return known == size
-        limits = self.program.range_constraints.get(known.node.expr)
-        # torch.export calls everything that is not 1 "2 or more"
-        return limits is None or limits.lower <= 2 or int(limits.lower) <= size
+    def _limits(self, size: Any) -> tuple[int, int | None]:
+        if isinstance(size, int):
+            return size, size
+        limits = self.program.range_constraints.get(size.node.expr)
+        least = int(limits.lower) if limits is not None else 0
+        return (0 if least <= 2 else least), None  # torch.export calls everything that is not 1 "2 or more"
 
     def module_of(self, node: torch.fx.Node) -> str:
         """The name, in the model, of the innermost module that an operation belongs to."""

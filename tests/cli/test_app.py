@@ -11,7 +11,7 @@ import pytest
 import halve as package
 from halve.version import VERSION
 
-COMMANDS = ("demo", "select", "prune", "apply", "verify", "evaluate", "inspect", "pack", "unpack")
+COMMANDS = ("demo", "select", "prune", "apply", "verify", "evaluate", "bench", "inspect", "pack", "unpack")
 HALVE = str(Path(sys.executable).with_name("halve"))
 
 

@@ -7,6 +7,7 @@ from torch import Tensor, nn
 
 from halve.engine.compiled import Compiled, missing
 from halve.engine.fuse import fuse
+from halve.engine.guards import Guards
 from halve.engine.lower import lower_
 from halve.errors import EngineError, ModelError
 from halve.graph import Captured, capture
@@ -22,6 +23,7 @@ def compile(
     dtype: torch.dtype | None = None,
     batch_sizes: tuple[int, ...] = (),
     changed: Changed = "warn",
+    like: Compiled | None = None,
 ) -> Compiled:
     """The masked model as a module for inference that runs on sparse kernels where these are faster.
 
@@ -31,6 +33,9 @@ def compile(
     the example's batch size and `batch_sizes` are timed and recorded now, see `Compiled.warmup`.
 
     BatchNorm is folded; bias, activation and residual run inside of the layer; what is not understood runs as it was.
+    `like` is a compiled network of the same structure, whose plan is taken over: an updated checkpoint under the same
+    masks is packed and recorded, and nothing is timed again.
+
     Where nothing can run sparse the network runs dense, with a warning that says why. The model stays as it is.
 
     >>> import halve, warnings
@@ -53,7 +58,10 @@ def compile(
         captured = capture(masked, tuple(_in_float(x) for x in inputs), free_size=True)
         body, left = _body(masked, captured)
         _convert_(body, computed)
-        fast = Compiled(body, inputs, computed, left, captured.parts[0].misfit if captured.whole else None)
+        fast = Compiled(body, inputs, computed, left)
+        if captured.whole:
+            part = captured.parts[0]
+            fast.hold_for(part.sizes(), Guards.of(part.program, masked.forward))
         try:
             fast(*inputs)
         except EngineError:
@@ -69,7 +77,9 @@ def compile(
         reason = "no layer that was captured is 2:4 along its input channels"
     if reason is not None:
         fast.fall_back(reason)
-    return fast.warmup([len(inputs[0]), *batch_sizes]) if device.type == "cuda" else fast
+    elif like is not None:
+        fast.take_plan_of(like)
+    return fast.warmup([len(inputs[0]), *batch_sizes, *fast.plan.batches])
 
 
 def _body(masked: nn.Module, captured: Captured) -> tuple[nn.Module, dict[str, str]]:

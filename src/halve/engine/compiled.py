@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -10,12 +11,14 @@ from torch import Tensor, nn
 
 from halve.engine import ops
 from halve.engine.cuda import driver, jit
+from halve.engine.guards import Guards
 from halve.engine.layer import DENSE, Layer
 from halve.engine.memory import Memory
 from halve.engine.plan import BARS, Entry, Plan, Timed, entry_of, timed
-from halve.engine.recorded import Recordings
+from halve.engine.recorded import Recordings, Shapes, shapes_of
 from halve.engine.timing import best_algorithms, graph_times
 from halve.errors import EngineError, EngineWarning
+from halve.graph import Sizes
 
 _NHWC = torch.channels_last
 
@@ -33,16 +36,21 @@ class Compiled(nn.Module):
         example: tuple[Tensor, ...],
         dtype: torch.dtype,
         left: dict[str, str],
-        misfit: Callable[[Sequence[Any]], str | None] | None = None,
     ) -> None:
         super().__init__()
         self.body = body
         self.plan = Plan({}, left)
         self.dtype, self.input_dtypes = dtype, tuple(x.dtype for x in example)
         self.reason: str | None = None  # why nothing runs sparse
-        self._example = tuple(x[:1].cpu() for x in example)
-        self._misfit = misfit
+        self.example = tuple(x[:1].cpu() for x in example)
+        self._sizes: Sizes = ()
+        self._guards: Guards | None = None
+        self._fitting: set[Shapes] = set()  # shapes that were looked at
         self._recordings = Recordings()
+
+    def hold_for(self, sizes: Sizes, guards: Guards) -> None:
+        """Refuse inputs of shapes that the graph does not hold for."""
+        self._sizes, self._guards = sizes, guards
 
     @property
     def layers(self) -> list[Layer]:
@@ -65,12 +73,13 @@ class Compiled(nn.Module):
             return self._run(*inputs)
 
     def _run(self, *inputs: Any) -> Any:
-        outputs = self.body(*(self._entering(x) for x in inputs))
+        outputs = self.body(*(self.entering(x) for x in inputs))
         if all(dtype == self.dtype for dtype in self.input_dtypes):
             return outputs
         return pytree.tree_map_only(Tensor, self._leaving, outputs)
 
-    def _entering(self, x: Any) -> Any:
+    def entering(self, x: Any) -> Any:
+        """An input as the layers take it."""
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
         return x.to(self.dtype, memory_format=_NHWC) if x.dim() == 4 else x.to(self.dtype)
@@ -81,7 +90,7 @@ class Compiled(nn.Module):
     def _check(self, inputs: tuple[Any, ...]) -> None:
         if len(inputs) != len(self.input_dtypes):
             raise EngineError(f"the network was compiled for {len(self.input_dtypes)} input(s), not {len(inputs)}")
-        for x, dtype, example in zip(inputs, self.input_dtypes, self._example, strict=True):
+        for x, dtype, example in zip(inputs, self.input_dtypes, self.example, strict=True):
             if not isinstance(x, Tensor):
                 raise EngineError(f"an input is a {type(x).__name__}, the network was compiled for a tensor")
             if x.device != self.device:
@@ -90,8 +99,27 @@ class Compiled(nn.Module):
                 raise EngineError(f"the input is {x.dtype}, the network was compiled for {dtype}: convert the input")
             if x.dim() != example.dim():
                 raise EngineError(f"the input has shape {tuple(x.shape)}, the example had {('N', *example.shape[1:])}")
-        if self._misfit is not None and (why := self._misfit(inputs)):
-            raise EngineError(f"{why}; compile it again with an example of that shape")
+        if shapes_of(inputs) not in self._fitting:
+            self._check_sizes(inputs)
+            self._fitting.add(shapes_of(inputs))
+
+    def _check_sizes(self, inputs: tuple[Tensor, ...]) -> None:
+        for x, limits in zip(inputs, self._sizes, strict=False):
+            fits = len(limits) == x.dim() and all(
+                least <= size and (most is None or size <= most)
+                for size, (least, most) in zip(x.shape, limits, strict=True)
+            )
+            if not fits:
+                wanted = ", ".join("any" if most is None else str(most) for _, most in limits)
+                raise EngineError(
+                    f"the input has shape {tuple(x.shape)}, the network was captured for ({wanted}): "
+                    f"compile it again with an example of that shape"
+                )
+        if self._guards is not None and (broken := self._guards.broken(inputs)):
+            raise EngineError(
+                f"the network was captured for inputs with {broken}, not {[tuple(x.shape) for x in inputs]}: "
+                f"compile it again with an example of that shape"
+            )
 
     def warmup(self, batch_sizes: Sequence[int]) -> "Compiled":
         """Plan and record these batch sizes, so that no call has to. Does nothing without a GPU."""
@@ -101,7 +129,7 @@ class Compiled(nn.Module):
         if self.device.type != "cuda":
             return self
         for size in dict.fromkeys(batch_sizes):
-            inputs = tuple(self._varied(x, size) for x in self._example)
+            inputs = tuple(self._varied(x, size) for x in self.example)
             with torch.no_grad(), torch.cuda.device(self.device), best_algorithms():
                 if size not in self.plan.batches:
                     self._plan(size, inputs)
@@ -155,6 +183,22 @@ class Compiled(nn.Module):
         self._recordings = Recordings()  # they hold the addresses of weights that move now
         super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         return self
+
+    def take_plan_of(self, other: "Compiled") -> None:
+        """Run each layer as another network of the same structure does."""
+        if [(a.name, a.geometry) for a in self.layers] != [(b.name, b.geometry) for b in other.layers]:
+            raise EngineError("like= is a network of other layers: compile this one on its own")
+        for mine, theirs in zip(self.layers, other.layers, strict=True):
+            if not mine.halved and any(way.startswith("sparse") for way in theirs.ways.values()):
+                raise EngineError(f"layer {mine.name} is 2:4 in like= and not here: masks must be the same")
+            mine.take(theirs.ways)
+        self.plan = Plan({size: list(table) for size, table in other.plan.batches.items()}, dict(self.plan.left))
+
+    def save(self, path: str | Path) -> None:
+        """Write it to a file, plan and packed weights; `halve.load_compiled` reads it."""
+        from halve.engine.saved import save  # which makes such networks, and so cannot be above
+
+        save(self, path)
 
     def fall_back(self, reason: str) -> "Compiled":
         """Run dense; say so, once."""

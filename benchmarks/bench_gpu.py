@@ -1,0 +1,102 @@
+"""Whole networks on a GPU: halve against eager, torch.compile, the best dense form, torch's own 2:4 and our dense twin.
+
+    python benchmarks/bench_gpu.py [--networks resnet18 resnet50] [--batches 1 8 32 256] [--compile-batches 1 256]
+                                   [--systems ...] [--size 224] [--dtype float16] [--seconds 0.3]
+
+Random weights and BatchNorm as it is initialised, masked by magnitude: no kernel's speed depends on which weights are
+kept. All systems of a batch size are timed in turns; torch.compile takes its time and is measured for some batch sizes
+alone. Writes benchmarks/results/gpu.json (one record per measurement) and gpu_layers.json (one per layer of each plan),
+anew after each network; does nothing without a GPU. Needs torch, torchvision, numpy and safetensors.
+"""
+
+import argparse
+import json
+import time
+from pathlib import Path
+
+import torch
+import torchvision
+
+import halve
+from halve.engine.bench import Measurement
+from halve.engine.records import layer_records, records
+from halve.engine.systems import SYSTEMS
+
+RESULTS = Path(__file__).parent / "results"
+COMPILED = ("compile", "compile_freezing")
+
+
+def measured(network: str, options: argparse.Namespace) -> list[Measurement]:
+    """One network: batch sizes with torch.compile, then those without."""
+    torch.manual_seed(0)
+    model = torchvision.models.get_model(network, weights=None).cuda().eval()
+    masks = halve.prune(model)
+    images = torch.randn(8, 3, options.size, options.size, device="cuda")
+    with_compile = [batch for batch in options.batches if batch in options.compile_batches]
+    without = [batch for batch in options.batches if batch not in options.compile_batches]
+    others = [system for system in options.systems if system not in COMPILED]
+    found: list[Measurement] = []
+    for batches, systems in ((with_compile, options.systems), (without, others)):
+        if batches and systems:
+            found += halve.bench(
+                model,
+                masks,
+                images,
+                batch_sizes=batches,
+                dtype=getattr(torch, options.dtype),
+                systems=systems,
+                seconds=options.seconds,
+            )
+    return sorted(found, key=lambda one: one.batch)
+
+
+def tell(network: str, found: list[Measurement], seconds: float) -> None:
+    print(f"{network}: {seconds:.0f} s", flush=True)
+    for one in found:
+        if one.median_ms is None:
+            print(f"  batch {one.batch:4} {one.system:22} {one.error}")
+            continue
+        energy = "" if one.energy_mj_per_image is None else f"{one.energy_mj_per_image:8.2f} mJ/image"
+        memory = "" if one.memory_bytes is None else f"{one.memory_bytes / 1e6:8.0f} MB"
+        spread = f"{one.p10_ms:.3f}-{one.p90_ms:.3f}"
+        print(
+            f"  batch {one.batch:4} {one.system:22} {one.median_ms:8.3f} ms ({spread}) {memory} {energy} "
+            f"{one.note or ''}".rstrip()
+        )
+
+
+def write(path: Path, found: list[dict[str, object]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--networks", nargs="+", default=["resnet18", "resnet50"])
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32, 256])
+    parser.add_argument("--compile-batches", nargs="*", type=int, default=[1, 256])
+    parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
+    parser.add_argument("--size", type=int, default=224)
+    parser.add_argument("--dtype", choices=["float16", "bfloat16", "float32"], default="float16")
+    parser.add_argument("--seconds", type=float, default=0.3, help="for each system and batch size")
+    parser.add_argument("--out", type=Path, default=RESULTS / "gpu.json")
+    parser.add_argument("--layers-out", type=Path, default=RESULTS / "gpu_layers.json")
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("bench_gpu: no GPU, nothing measured")
+        return
+    device = torch.device("cuda", torch.cuda.current_device())
+    systems: list[dict[str, object]] = []
+    layers: list[dict[str, object]] = []
+    for network in options.networks:
+        started = time.perf_counter()
+        found = measured(network, options)
+        tell(network, found, time.perf_counter() - started)
+        systems += records(found, network, getattr(torch, options.dtype), device)
+        layers += layer_records(found, network)
+        write(options.out, systems)
+        write(options.layers_out, layers)
+
+
+if __name__ == "__main__":
+    main()

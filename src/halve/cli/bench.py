@@ -1,0 +1,137 @@
+"""halve bench."""
+
+import json as json_
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import halve
+from halve.cli import options as o
+from halve.cli import progress, show
+from halve.cli.masks import DTYPES
+from halve.engine import records
+from halve.engine.bench import Measurement
+from halve.engine.systems import SYSTEMS
+from halve.errors import EngineError
+from halve.masks.storage import write_atomically
+
+ON_GPU, ON_CPU = (1, 32, 256), (1, 8)  # batch sizes
+
+
+def bench(
+    model: o.Model,
+    weights: o.Weights = None,
+    masks: Annotated[
+        Path | None, typer.Option(help="Mask file that 'halve prune' wrote; by default made now, by magnitude.")
+    ] = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(help="Images per call; repeatable (default: 1, 32, 256; on a CPU 1, 8).")
+    ] = None,
+    size: Annotated[
+        int | None, typer.Option(min=1, help="Pixels along an image (default: the model's, or 224).")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help=f"{', '.join(DTYPES)} (default: float16, on a CPU float32).")
+    ] = None,
+    systems: Annotated[
+        list[str] | None, typer.Option(help=f"Only these: {', '.join(SYSTEMS)}; repeatable, or with commas.")
+    ] = None,
+    seconds: Annotated[float, typer.Option(min=0.001, help="Time for each system and batch size.")] = 0.5,
+    plan: Annotated[bool, typer.Option("--plan", help="Also show which layer runs how, and why.")] = False,
+    out: Annotated[Path | None, typer.Option(help="Also write the measurements to this file, as JSON.")] = None,
+    device: o.Device = "auto",
+    changed: o.Changed = "warn",
+    json: o.Json = False,
+) -> None:
+    """Measure how fast the masked network runs: compiled by halve, and in six other ways, in turns in one run.
+
+    The speed-up is over best_dense, the fastest dense form of the same network that halve knows. Exit code 1 when
+    nothing could be measured.
+
+    \b
+    halve bench torchvision:resnet50 --batch 1 --batch 256 --plan
+    """
+    path = None if out is None else o.writable(out)
+    wanted = None if dtype is None else dtype.removeprefix("torch.")
+    if wanted is not None and wanted not in DTYPES:
+        raise EngineError(f"--dtype {dtype}: there are {', '.join(DTYPES)}")
+    opened = o.open_model(model, weights, device, size)
+    if masks is None:
+        show.note("note: no --masks: made by magnitude now; which weights are kept does not change how fast it runs")
+    on_gpu = opened.device.type == "cuda"
+    computed = DTYPES[wanted or ("float16" if on_gpu else "float32")]
+    found = halve.bench(
+        opened.model,
+        halve.prune(opened.model) if masks is None else halve.load(masks),
+        opened.example(),
+        batch_sizes=batch or (ON_GPU if on_gpu else ON_CPU),
+        dtype=computed,
+        systems=[name for given in systems or SYSTEMS for name in given.split(",")],
+        seconds=seconds,
+        changed=changed,  # type: ignore[arg-type]
+        progress=progress.track,
+    )
+    told = {
+        "measurements": records.records(found, model, computed, opened.device),
+        "layers": records.layer_records(found, model),
+    }
+    if path is not None:
+        write_atomically(path, (json_.dumps(told, indent=1) + "\n").encode())
+    if json:
+        show.as_json(told)
+    else:
+        _tell(found, f"{model}, {str(computed).removeprefix('torch.')}, {records.hardware(opened.device)}", plan)
+    if all(one.error for one in found):
+        raise typer.Exit(1)
+
+
+def _tell(found: list[Measurement], title: str, plan: bool) -> None:
+    columns = ("batch", "system", "median ms", "p10-p90", "images/s", "speed-up", "memory", "mJ/image")
+    dense = {one.batch: one.median_ms for one in found if one.system == "best_dense"}
+    show.table(
+        title,
+        [f">{column}" if column != "system" else column for column in columns],
+        [_row(one, dense.get(one.batch)) for one in found],
+    )
+    if plan:
+        for one in found:
+            if one.plan:
+                _show_plan(one)
+            elif one.system == "halve":
+                show.note(f"note: batch {one.batch}: no plan, {one.note or one.error or 'no layer was timed'}")
+    remarks: dict[tuple[str, str], list[int]] = {}
+    for one in found:
+        if text := one.error or one.note:
+            remarks.setdefault((one.system, text), []).append(one.batch)
+    for (system, text), batches in remarks.items():
+        show.note(f"note: {system}, batch {', '.join(map(str, batches))}: {text}")
+
+
+def _row(one: Measurement, dense_ms: float | None) -> tuple[str, ...]:
+    if one.median_ms is None or one.p10_ms is None or one.p90_ms is None or one.images_per_second is None:
+        return (str(one.batch), one.system, *["-"] * 6)
+    return (
+        str(one.batch),
+        one.system,
+        f"{one.median_ms:.3f}",
+        f"{one.p10_ms:.3f}-{one.p90_ms:.3f}",
+        f"{one.images_per_second:,.0f}",
+        "-" if dense_ms is None else f"{dense_ms / one.median_ms:.2f} x",
+        "-" if one.memory_bytes is None else show.size(one.memory_bytes),
+        "-" if one.energy_mj_per_image is None else f"{one.energy_mj_per_image:.2f}",
+    )
+
+
+def _show_plan(one: Measurement) -> None:
+    sparse = sum(entry.kernel.startswith("sparse") for entry in one.plan)
+    rows = [
+        (e.layer, e.shape, e.kernel, *("" if ms is None else f"{ms:.4f}" for ms in (e.time_ms, e.dense_ms)), e.reason)
+        for e in one.plan
+    ]
+    show.say("")
+    show.table(
+        f"batch {one.batch}: {sparse} of {len(one.plan)} layers sparse",
+        ("layer", "shape", "kernel", ">ms", ">dense ms", "why"),
+        rows,
+    )

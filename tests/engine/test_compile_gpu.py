@@ -1,0 +1,228 @@
+"""Compiled networks on a GPU: plans, recordings, threads, streams, files."""
+
+import copy
+import threading
+
+import pytest
+import torch
+import torchvision
+from torch import nn
+
+import halve
+from halve.engine import recorded
+from halve.engine.cuda import driver
+from halve.errors import EngineError, EngineWarning
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or driver.missing(torch.device("cuda")) is not None, reason="no fitting GPU"
+    ),
+]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def kernels(tmp_path_factory):
+    """Timings of other runs must not decide here."""
+    patch = pytest.MonkeyPatch()
+    patch.setenv("HALVE_CACHE", str(tmp_path_factory.mktemp("kernels")))
+    yield
+    patch.undo()
+
+
+def network(name="resnet18"):
+    torch.manual_seed(0)
+    model = getattr(torchvision.models, name)(num_classes=100).eval()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_(0, 0.1)
+            module.running_var.uniform_(0.5, 1.5)
+    return model
+
+
+def photos(count, size=64, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    return torch.randn(count, 3, size, size, generator=generator, device="cuda").half()
+
+
+@pytest.fixture(scope="module")
+def made():
+    model = network()
+    masks = halve.prune(model)
+    fast = halve.compile(model, masks, photos(2), batch_sizes=(1, 8))
+    return model, masks, fast
+
+
+def reference(model, masks, x):
+    with torch.no_grad():
+        return halve.apply(model, masks).to(x.device)(x.float())
+
+
+def close(got, expected, share=0.02):
+    assert (got.float() - expected).abs().max() < share * expected.abs().max()
+
+
+@pytest.mark.parametrize("batch", [1, 2, 3, 8, 13])
+def test_every_batch_size_gives_what_the_masked_network_gives(made, batch):
+    model, masks, fast = made
+    x = photos(batch, seed=batch)
+    close(fast(x), reference(model, masks, x))
+    wide = torch.randn(batch, 3, 96, 64, device="cuda").half()
+    close(fast(wide), reference(model, masks, wide))
+
+
+@pytest.mark.parametrize("kind", ["sparse", "twin"])
+@pytest.mark.parametrize("name", ["resnet18", "resnet50", "convnext_tiny", "mobilenet_v3_small", "efficientnet_b0"])
+def test_networks_that_run_on_our_kernels_throughout_are_right(name, kind):
+    model = network(name)
+    masks = halve.prune(model)
+    fast = halve.compile(model, masks, photos(2))
+    for layer in fast.layers:
+        ours = [way for way in layer.possible() if way.startswith(kind)]
+        if ours:
+            layer.take({1: ours[len(layer.name) % len(ours)]})
+    x = photos(5)
+    close(fast(x), reference(model, masks, x), 0.05)
+
+
+def test_the_plan_names_every_layer_and_why(made):
+    _, masks, fast = made
+    assert set(fast.plan.batches) == {1, 2, 8}
+    for entries in fast.plan.batches.values():
+        assert set(masks) <= {entry.layer for entry in entries}
+        assert all(entry.time_ms > 0 and entry.dense_ms > 0 and entry.reason for entry in entries)
+    assert "resnet" not in str(fast.plan)
+    assert "layer4.1.conv2" in str(fast.plan)
+
+
+def test_outputs_are_the_callers_own_and_repeat_to_the_bit(made):
+    fast = made[2]
+    x, y = photos(2), photos(2, seed=1)
+    first = fast(x)
+    kept = first.clone()
+    fast(y)
+    assert torch.equal(first, kept)
+    assert all(torch.equal(fast(x), kept) for _ in range(5))
+
+
+def test_threads_and_streams_do_not_mix(made):
+    fast = made[2]
+    batches = [photos(2 + index % 3, seed=index) for index in range(8)]
+    expected = [fast(x) for x in batches]
+    torch.cuda.synchronize()
+    wrong = []
+
+    def work(index):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            for _ in range(20):
+                got = fast(batches[index])
+                if not torch.equal(got, expected[index]):
+                    wrong.append(index)
+
+    threads = [threading.Thread(target=work, args=(index,)) for index in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+def test_two_networks_at_once(made):
+    first = made[2]
+    model = network("resnet34")
+    masks = halve.prune(model)
+    second = halve.compile(model, masks, photos(2))
+    x = photos(2)
+    expected = first(x), second(x)
+    for _ in range(5):
+        assert torch.equal(first(x), expected[0])
+        assert torch.equal(second(x), expected[1])
+
+
+def test_recordings_are_bounded(made, monkeypatch):
+    monkeypatch.setattr(recorded, "MOST", 2)
+    fast = copy.deepcopy(made[2])
+    fast.warmup([1, 2, 8])
+    assert len(fast._recordings.known) == 2
+
+
+def test_nothing_is_timed_twice(made, monkeypatch):
+    model, masks, _ = made
+
+    def refuse(*args):
+        raise AssertionError("timed again")
+
+    monkeypatch.setattr("halve.engine.plan._measured", refuse)
+    halve.compile(model, masks, photos(2))
+
+
+def test_an_updated_checkpoint_is_swapped_in_without_timing(made, monkeypatch):
+    model, masks, fast = made
+    updated = copy.deepcopy(model)
+    with torch.no_grad():
+        for parameter in updated.parameters():
+            parameter.mul_(1.05)
+    monkeypatch.setattr("halve.engine.compiled.timed", None)
+    new = halve.compile(updated, masks, photos(2), changed="ignore", like=fast)
+    assert [layer.ways for layer in new.layers] == [layer.ways for layer in fast.layers]
+    x = photos(8)
+    with torch.no_grad():
+        close(new(x), halve.apply(updated, masks, changed="ignore").cuda()(x.float()))
+
+
+def test_saved_loaded_copied_and_moved_it_is_the_same(made, tmp_path):
+    fast = made[2]
+    x = photos(2)
+    expected = fast(x)
+    fast.save(tmp_path / "net.pt2")
+    again = halve.load_compiled(tmp_path / "net.pt2")
+    assert torch.equal(again(x), expected)
+    assert str(again.plan) == str(fast.plan)
+    assert torch.equal(copy.deepcopy(fast)(x), expected)
+    there = copy.deepcopy(fast).cpu()
+    close(there(x.cpu()).cuda(), expected.float())
+    assert torch.equal(there.cuda()(x), expected)
+
+
+def test_masks_with_channel_orders_run_sparse():
+    model = network()
+    masks = halve.prune(model, permute=True, permute_seconds=5, example=torch.randn(2, 3, 64, 64))
+    fast = halve.compile(model, masks, photos(2))
+    assert {layer.name for layer in fast.layers if layer.halved} == set(masks)
+    close(fast(photos(3)), reference(model, masks, photos(3)))
+
+
+def test_single_precision_runs_dense_and_says_why(made):
+    model, masks, _ = made
+    with pytest.warns(EngineWarning, match=r"float16 and bfloat16, not torch\.float32: pass dtype"):
+        fast = halve.compile(model, masks, photos(2).float())
+    close(fast(photos(2).float()), reference(model, masks, photos(2)), 0.01)
+    half = halve.compile(model, masks, photos(2).float(), dtype=torch.bfloat16)
+    got = half(photos(2).float())
+    assert got.dtype == torch.float32
+    close(got, reference(model, masks, photos(2)), 0.1)
+
+
+def test_wrong_device_and_type_are_refused(made):
+    fast = made[2]
+    with pytest.raises(EngineError, match="move one of them"):
+        fast(photos(2).cpu())
+    with pytest.raises(EngineError, match="convert the input"):
+        fast(photos(2).float())
+
+
+def test_torch_compile_takes_it(made):
+    fast = made[2]
+    x = photos(2)
+    close(torch.compile(fast)(x), fast(x).float())
+
+
+def test_inside_of_a_users_own_graph(made):
+    fast = made[2]
+    x = photos(2)
+    expected = fast(x)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = fast(x)
+    graph.replay()
+    close(y, expected.float())
