@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import halve as library
+from halve.errors import ModelError
 
 FAST = ("--steps", "4", "--batch", "8")
 
@@ -42,6 +43,27 @@ def test_json_stands_alone_on_standard_output(halve, net):
     lines = [json.loads(line) for line in Path("run.jsonl").read_text().splitlines()]
     assert lines[-1]["step"] == 4
     assert {"loss", "entropy", "changed", "images_per_s"} <= lines[-1].keys()
+
+
+def test_channel_orders_are_looked_for_and_what_they_gained_is_told(halve, net):
+    result = halve("learn", *net, "--data", "photos", *FAST)
+    assert "channel orders for 2 layers; squares of the score that are kept: " in result.out
+    assert "channel orders" not in halve("learn", *net, "--data", "photos", *FAST, "--no-permute").out
+    told = halve("learn", *net, "--data", "photos", *FAST, "--permute", "--permute-seconds", "9", "--json").json
+    assert told["permute"]["layers"] == 2
+
+
+def test_a_network_that_keeps_its_order_is_learned_with_a_note(halve, net, monkeypatch):
+    def refuse(*_, **__):
+        raise ModelError("it has no structure")
+
+    monkeypatch.setattr("halve.find.start.reordered", refuse)
+    result = halve("learn", *net, "--data", "photos", *FAST)
+    assert "note: channels stay in their order: it has no structure" in result.err
+    assert "50.0 % kept" in result.out
+    told = halve("learn", *net, "--data", "photos", *FAST, "--json").json
+    assert told["not_permuted"] == "it has no structure"
+    assert "no structure" in halve("learn", *net, "--data", "photos", *FAST, "--permute", code=2).err
 
 
 def test_learning_goes_on_from_a_mask_file(halve, net, learned):

@@ -53,6 +53,13 @@ def test_learning_replays_and_batches_of_another_size_run_as_they_are():
     assert plain.recipe["replayed"] is False
 
 
+@gpu
+def test_steps_with_channel_orders_are_replayed_too():
+    masks = halve.learn(convnet().cuda(), [images(8), images(8)], steps=8, permute=True)
+    assert any(mask.layout.channel_order for mask in masks.values())
+    assert masks.recipe["replayed"] is True, masks.recipe
+
+
 class Counting(nn.Module):
     """Looks at its numbers, which no graph can record."""
 

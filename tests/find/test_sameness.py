@@ -7,6 +7,7 @@ from torch import nn
 import halve
 from halve.errors import ModelError
 from halve.find import permute as permute_module
+from halve.find.sameness import Sameness
 from tests import tiny
 
 
@@ -81,3 +82,26 @@ def test_a_buffer_of_one_number_for_many_places_stays():
     assert "same" not in masks.moves
     assert masks["b"].layout.channel_order is None
     assert masks["c"].layout.channel_order is not None
+
+
+def test_outputs_in_an_object_of_the_models_own_are_compared_too():
+    class Result:
+        def __init__(self, logits):
+            self.logits = logits
+
+    class Wrapped(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = tiny.convnet()
+
+        def forward(self, x):
+            return Result(self.net(x))
+
+    same = Sameness(Wrapped(), tiny.images(2))
+    same.check()
+    with torch.no_grad():
+        same.copy.net[0].weight[0] += 1
+    with pytest.raises(ModelError, match="moving channels changed the outputs"):
+        same.check()
+    masks = halve.learn(Wrapped().eval(), tiny.loader(), steps=2)
+    assert masks.recipe["steps_done"] == 2

@@ -44,8 +44,14 @@ def learn(
     accumulate: Annotated[int, typer.Option(help="Batches per step.")] = 1,
     preset: Annotated[str | None, typer.Option(help="'paper': the paper's own recipe; needs labels.")] = None,
     classes: o.Classes = None,
-    permute: o.Permute = False,
-    permute_seconds: o.PermuteSeconds = 120.0,
+    permute: Annotated[
+        bool | None,
+        typer.Option(help="Look for channel orders in which blocks keep more (default: where the model allows it)."),
+    ] = None,
+    permute_seconds: Annotated[
+        float | None,
+        typer.Option(min=0, help="How long to look for orders (default: 120 with --permute; a quarter of --minutes)."),
+    ] = None,
     recalibrate: Annotated[bool, typer.Option(help="Afterwards also measure BatchNorm statistics on --data.")] = False,
     max_drop: Annotated[
         float | None, typer.Option(help="Leave the costliest layers dense until no more is lost.")
@@ -170,7 +176,7 @@ def learn(
 def _tell(masks: halve.MaskSet, path: Path, json: bool) -> None:
     recipe = masks.recipe
     if json:
-        told = ("steps_done", "seconds", "ended", "permute", "drop", "left_dense")
+        told = ("steps_done", "seconds", "ended", "permute", "not_permuted", "drop", "left_dense")
         about = {key: recipe[key] for key in told if recipe.get(key) is not None}
         show.as_json(
             {"file": str(path), "layers": len(masks), "weights": masks.weights, "density": masks.density} | about
@@ -178,6 +184,8 @@ def _tell(masks: halve.MaskSet, path: Path, json: bool) -> None:
         return
     if recipe["permute"]:
         show.permuted(recipe["permute"])
+    elif recipe.get("not_permuted"):
+        show.note(f"note: channels stay in their order: {recipe['not_permuted']}")
     show.say(
         f"{path}: {len(masks)} layers, {masks.weights:,} weights, {show.percent(masks.density, 1)} kept, "
         f"{show.size(path.stat().st_size)} on disk; {recipe['steps_done']} steps in {recipe['seconds']:.0f} s"

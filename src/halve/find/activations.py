@@ -38,9 +38,7 @@ def summed(
     progress: Progress | None = None,
 ) -> tuple[dict[str, Tensor], int]:
     """What `measure` says of each layer that runs, summed over the data; and how many images were seen."""
-    copy = clone(model).eval()
-    if next((p.dtype for p in copy.parameters()), None) in (torch.float16, torch.bfloat16):
-        copy.float()  # sums of squares leave the range of half precision
+    copy = measuring_copy(model)
     totals: dict[str, Tensor] = {}
     images = 0
     with _watching(copy, choices, measure, totals), torch.no_grad():
@@ -51,6 +49,14 @@ def summed(
         if not bool(value.isfinite().all()):
             raise DataError(f"layer {name} gets NaN or infinite inputs: check the images and their normalisation")
     return totals, images
+
+
+def measuring_copy(model: nn.Module) -> nn.Module:
+    """A copy to measure on: in evaluation mode, and in single precision where it was half."""
+    copy = clone(model).eval()
+    if next((p.dtype for p in copy.parameters()), None) in (torch.float16, torch.bfloat16):
+        copy.float()  # sums of squares leave the range of half precision
+    return copy
 
 
 @contextmanager
@@ -77,11 +83,20 @@ def _watching(
 def column_squares(module: nn.Module, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """For each weight of the layer the sum of squares of all that it is multiplied with.
 
-    A layer is linear in its weight: run on the squares x^2 instead of x, the derivative of its summed output by a
-    weight is that sum, whatever strides, padding, dilation and groups the layer's own forward has.
-
     >>> column_squares(nn.Linear(2, 1), torch.tensor([[1.0, 2.0], [3.0, 0.0]])).tolist()
     [[10.0, 4.0]]
+    """
+    return column_sums(module, input.detach().square(), *args, **kwargs)
+
+
+def column_sums(module: nn.Module, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """For each weight of the layer the sum of all that it is multiplied with.
+
+    A layer is linear in its weight: the derivative of its summed output by a weight is that sum, whatever strides,
+    padding, dilation and groups the layer's own forward has.
+
+    >>> column_sums(nn.Linear(2, 1), torch.tensor([[1.0, 2.0], [3.0, 0.0]])).tolist()
+    [[4.0, 2.0]]
     """
     x = input.detach()
     if kind_of(module) == "linear":
@@ -93,8 +108,8 @@ def column_squares(module: nn.Module, input: Tensor, *args: Any, **kwargs: Any) 
     try:
         weight.requires_grad_(True)
         with torch.enable_grad():
-            output: Tensor = module.forward(x.square().sum(0, keepdim=True), *args, **kwargs)
-            (squares,) = torch.autograd.grad(output.sum(), weight)
+            output: Tensor = module.forward(x.sum(0, keepdim=True), *args, **kwargs)
+            (sums,) = torch.autograd.grad(output.sum(), weight)
     finally:
         weight.requires_grad_(trained)
-    return squares
+    return sums

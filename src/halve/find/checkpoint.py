@@ -27,7 +27,8 @@ class Checkpoint:
     logits: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
-    permutation: dict[str, Any] | None = None  # channel orders, which a search within a time limit may not find again
+    permutation: dict[str, Any] | None = None  # channel orders, which a search within a time limit may not find again;
+    # or why there are none; None where nobody looked for any
 
     def save(self, path: str | Path) -> Path:
         """Write it, atomically."""
@@ -36,8 +37,17 @@ class Checkpoint:
         return storage.write(path, FORMAT, header, {name: getattr(self, name) for name in _TENSORS})
 
     @staticmethod
+    def refuse_to_overwrite(path: str | Path) -> None:
+        """Raise where the file of a new run is there already."""
+        if Path(path).exists():
+            raise FileError(
+                f"{path} holds the state of a run: resume=True goes on from it; delete it to start anew, "
+                f"or name another checkpoint"
+            )
+
+    @staticmethod
     def permutation_in(path: str | Path) -> dict[str, Any] | None:
-        """The channel orders of the run that a checkpoint belongs to."""
+        """What became of channel orders in the run that a checkpoint belongs to; None where nobody looked for any."""
         _, header, _ = storage.read(path, [FORMAT])
         found = header.get("permutation")
         return found if isinstance(found, dict) else None

@@ -1,9 +1,10 @@
 """Batches without end from data that can be iterated over again; counts epochs, skips what a resumed run has seen."""
 
 from collections.abc import Iterator, Sized
+from itertools import chain
 from typing import Any
 
-from halve.find.batches import as_batches
+from halve.find.batches import as_batches, iterate
 
 
 class Feed:
@@ -31,6 +32,12 @@ class Feed:
             return len(self._data) // self._ranks
         except TypeError:  # a DataLoader over a stream has a __len__ that raises
             return None
+
+    def peek(self) -> Any:
+        """The batch that comes next, which still comes; the same on all ranks. Raises `DataError` where none does."""
+        batch = next(iterate(self._batches))
+        self._batches = chain([batch], self._batches)
+        return batch
 
     def next(self) -> Any:
         """The next batch of this rank: every rank takes each `ranks`-th."""

@@ -1,16 +1,14 @@
 """Learn masks by gradient descent on logits over the codes of every block; the weights are frozen."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-from halve.errors import DataError, HalveError, LearningError, ModelError, listed
-from halve.find import scores
-from halve.find.batches import Forward, Progress
+from halve.errors import DataError, HalveError, LearningError, ModelError
+from halve.find.batches import Forward, Progress, iterate
 from halve.find.checkpoint import Checkpoint
 from halve.find.drop import Metric, check_budget, keep_dense
 from halve.find.feed import Feed
@@ -19,17 +17,16 @@ from halve.find.frozen import frozen as frozen_copy
 from halve.find.learner import Learner
 from halve.find.loop import Loop
 from halve.find.objective import find_blocks, named_blocks, objective_named
-from halve.find.permute import SECONDS, Permutation
-from halve.find.prune import check_something_masked, finite_weight, reordered, score_layers
+from halve.find.prune import check_something_masked, finite_weight
 from halve.find.ranks import Ranks
 from halve.find.recipe import origin_of, plain_options, with_fingerprint
+from halve.find.reorder import seconds_for, welcome
 from halve.find.reporting import Report, Reporter
-from halve.find.sampling import Sampler, glorot
 from halve.find.select import Choice, select
 from halve.find.settings import LearnOptions, Settings, preset_options, split_options
+from halve.find.start import Start
 from halve.find.trial import Estimate
 from halve.masks.fingerprint import digest
-from halve.masks.layout import plain
 from halve.masks.mask import MaskSet
 
 Precision = Literal["auto", "float32", "bfloat16"]
@@ -51,8 +48,8 @@ def learn(
     trackers: Sequence[Any] = (),
     report: Callable[[Estimate | Report], None] | None = None,
     progress: Progress | None = None,
-    permute: bool = False,
-    permute_seconds: float = SECONDS,
+    permute: bool | None = None,
+    permute_seconds: float | None = None,
     example: Any = None,
     max_drop: float | None = None,
     drop_data: Any = None,
@@ -71,8 +68,10 @@ def learn(
     - `noise`: scale of the Gumbel noise, from 1 at the start to 0 at four fifths of the run, where sampling has become
       the final choice; `temperature` (1.0, or a pair), `hard` samples, `final` "argmax" or "sample", `seed`.
     - `lr` (0.07), `betas`, `weight_decay`, `schedule` ("cosine", "constant"), for AdamW.
-    - `permute`: first look for channel orders in which blocks keep more, for at most `permute_seconds`; see `prune`.
-      Masks to start from bring their own orders.
+    - `permute`: first look for channel orders in which blocks keep more; see `prune`. By default wherever the model's
+      structure can be captured (the recipe says why not), except with a preset, `order="flat"` or "glorot". Masks to
+      start from bring their own. The search comes on top of the budget and takes at most `permute_seconds`: 120 if
+      asked for; by default a quarter of `minutes` up to that, or 30 where steps or epochs are counted.
     - `preset="paper"`: the paper's recipe.
     - the options of `select`: pattern, include, exclude, also, order, remainder, kinds.
     - `max_drop` with `drop_data`: leave the costliest layers dense until agreement (`drop_metric`, or "top1") falls by
@@ -95,54 +94,49 @@ def learn(
         raise DataError("max_drop= and drop_data= go together: the drop is measured on data of its own")
     if max_drop is not None:
         check_budget(max_drop, drop_metric)
+    if permute and isinstance(settings.start, MaskSet):
+        raise ModelError("permute=True and start=masks: masks to start from bring their own channel orders")
+    seconds = seconds_for(permute_seconds, bool(permute), settings.budget_minutes)
+    if checkpoint is not None and not resume:
+        Checkpoint.refuse_to_overwrite(checkpoint)
     chosen = select(model, **where)
     check_something_masked(chosen)
     weights = {choice.name: finite_weight(choice.name, model) for choice in chosen.masked}
+    start = Start(model, chosen.masked, weights, settings, data, forward, progress)
     ranks = Ranks(device_of(model), trackers, None if log is None else Path(log).parent)
     frozen = frozen_copy(model, chosen.masked).to(ranks.device)
     if ranks.device.type == "cuda":
         channels_last_(frozen)
-    permutation = None
-    if permute:
-        if isinstance(settings.start, MaskSet):
-            raise ModelError("permute=True and start=masks: masks to start from bring their own channel orders")
-        known = Checkpoint.permutation_in(checkpoint) if resume and checkpoint is not None else None
-        if known is not None:
-            permutation = Permutation.restored(chosen.masked, known)
-        else:
-            score = settings.start if callable(settings.start) or settings.start in scores.SCORES else "magnitude"
-            permutation = reordered(
-                model,
-                chosen.masked,
-                weights,
-                score,
-                data,
-                example,
-                permute_seconds,
-                seed=settings.seed,
-                forward=forward,
-                progress=progress,
-            )
-    elif isinstance(settings.start, MaskSet):
-        permutation = _orders_of(settings.start, chosen.masked)
-    permutation = ranks.agree(permutation)
-    choices, moves = (permutation.choices, permutation.moves) if permutation else (chosen.masked, {})
-    sampler = _started(model, choices, weights, settings, data, forward, progress).to(ranks.device)
+    autocast, objective = _autocast(precision, ranks.device), objective_named(settings.objective, settings.match)
     if settings.features is not None:
         blocks = named_blocks(frozen, settings.features)
     else:
         blocks = find_blocks(frozen, list(weights)) if _sees_features(settings) else []
+    # A loader with persistent workers has one iterator for all: where scores read the data too, the feed comes last.
+    feed = None if start.reads_data else Feed(data, ranks.rank, ranks.count)
+    known = Checkpoint.permutation_in(checkpoint) if resume and checkpoint is not None else None
+    wanted = permute
+    if wanted is None:  # a run that is resumed goes on as it was begun
+        wanted = known is not None if resume else welcome(settings.start, preset, chosen.masked)
+    permutation, left = start.own_orders(), ""
+    if wanted and not isinstance(settings.start, MaskSet):
+        if example is None:
+            example = next(iterate(data)) if feed is None else feed.peek()
+        permutation, left = start.orders(example, seconds, known, asked=bool(permute))
+    permutation, left = ranks.agree((permutation, left))
+    choices, moves = (permutation.choices, permutation.moves) if permutation else (chosen.masked, {})
+    sampler = start.sampler(choices).to(ranks.device)
     learner = Learner(
         frozen,
         sampler,
-        objective_named(settings.objective, settings.match),
+        objective,
         blocks,
         forward=forward,
         dense=settings.objective != "task",
         hard=settings.hard,
         seed=settings.seed,
         rank=ranks.rank,
-        autocast=_autocast(precision, ranks.device),
+        autocast=autocast,
         augment=settings.augment and settings.objective == "distill" and forward is None,
     )
     identity = {
@@ -157,16 +151,16 @@ def learn(
         found = sampler.masks(settings.final, settings.seed)
         masks = {name: with_fingerprint(mask, weights[name], shared[name]) for name, mask in found.items()}
         made = {"method": "learn", **settings.described(), "preset": preset, "blocks": blocks}
-        where_made = {"selection": plain_options(where), "permute": permutation.summary if permutation else None}
-        told = made | where_made | recipe | origin_of(model)
+        made |= {"selection": plain_options(where), "permute": permutation.summary if permutation else None}
+        if left:
+            made["not_permuted"] = left
+        told = made | recipe | origin_of(model)
         return MaskSet({choice.name: masks[choice.name] for choice in choices}, recipe=told, moves=moves)
 
-    feed = Feed(data, ranks.rank, ranks.count)  # last: a loader with persistent workers has one iterator for all
+    feed = Feed(data, ranks.rank, ranks.count) if feed is None else feed
     reporter = Reporter(ranks, report, log)
-    plain_orders = permutation.plain() if permutation else None
-    loop = Loop(
-        learner, feed, settings, ranks, identity, masks_now, reporter, checkpoint, checkpoint_every, plain_orders
-    )
+    orders = permutation.plain() if permutation else {"left": left} if left else None
+    loop = Loop(learner, feed, settings, ranks, identity, masks_now, reporter, checkpoint, checkpoint_every, orders)
     masks = loop.run(resume)
     if max_drop is None:
         return masks
@@ -174,64 +168,6 @@ def learn(
         return keep_dense(model, masks, drop_data, max_drop, drop_metric, forward=forward, progress=progress)
     except HalveError as error:
         raise LearningError(f"{error}; the masks as they were learned are in the error's .masks", masks) from error
-
-
-def _started(
-    model: nn.Module,
-    choices: Sequence[Choice],
-    weights: dict[str, Tensor],
-    settings: Settings,
-    data: Any,
-    forward: Forward | None,
-    progress: Progress | None,
-) -> Sampler:
-    start = settings.start
-    if isinstance(start, MaskSet):
-        return Sampler(choices, weights, _scores_of(start, choices, weights), settings.alpha / 4)
-    if start == "glorot":
-        sampler = Sampler(choices, weights, {name: torch.zeros_like(w) for name, w in weights.items()}, 0.0)
-        generator = torch.Generator().manual_seed(settings.seed)
-        with torch.no_grad():
-            for logits in sampler.split(sampler.logits):
-                logits += glorot((logits.shape[0], logits.shape[1]), generator).to(logits)
-        return sampler
-    if not callable(start) and start not in scores.SCORES:
-        raise ModelError(
-            f"unknown start {start!r}; there are {listed(scores.SCORES)}, glorot, a MaskSet, or a score function"
-        )
-    found, _ = score_layers(
-        model, choices, weights, start, data, seed=settings.seed, forward=forward, progress=progress
-    )
-    sharpness = settings.alpha / 4 if isinstance(start, str) and start in scores.WHOLE_MASKS else settings.alpha
-    return Sampler(choices, weights, {name: score.to(weights[name].device) for name, score in found.items()}, sharpness)
-
-
-def _scores_of(masks: MaskSet, choices: Sequence[Choice], weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """1 where the masks keep, 0 elsewhere: the logit of a code grows with what it shares with the mask."""
-    result = {}
-    for choice in choices:
-        mask = masks.get(choice.name)
-        if mask is None or mask.layout != choice.layout or mask.pattern != choice.pattern:
-            raise ModelError(
-                f"start= has no {choice.pattern} mask that fits layer {choice.name}: "
-                f"learn the layers that it masks (include=), in the same order and with the same pattern"
-            )
-        result[choice.name] = mask.kept().to(weights[choice.name])
-    return result
-
-
-def _orders_of(start: MaskSet, choices: Sequence[Choice]) -> Permutation | None:
-    """The channel orders of masks to start from, if they have any."""
-    if not any(mask.layout.channel_order for mask in start.values()):
-        return None
-    layouts = {name: mask.layout for name, mask in start.items()}
-    result = [
-        dataclasses.replace(choice, layout=layouts[choice.name])
-        if choice.name in layouts and plain(layouts[choice.name]) == choice.layout
-        else choice
-        for choice in choices
-    ]
-    return Permutation(tuple(result), start.moves, start.recipe.get("permute") or {})
 
 
 def _sees_features(settings: Settings) -> bool:

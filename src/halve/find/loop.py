@@ -70,11 +70,6 @@ class Loop:
         """Learn until the budget is spent, the data runs dry or somebody presses Ctrl-C."""
         if resume:
             self._resume()
-        elif self.path is not None and self.path.exists():
-            raise FileError(
-                f"{self.path} holds the state of a run: resume=True goes on from it; delete it to start anew, "
-                f"or name another checkpoint"
-            )
         wrapped = self.ranks.wrap(self.learner)
         ended = "interrupted"
         self.began = self.saved = time.perf_counter()
@@ -287,6 +282,8 @@ class Loop:
     def _masks(self, ended: str) -> MaskSet:
         replayed = isinstance(self.replay, Replay)
         told = {"steps_done": self.step, "seconds": round(self._seconds(), 1), "ended": ended, "replayed": replayed}
+        if not replayed and self.logits.is_cuda:
+            told["not_replayed"] = self.replay
         return self.masks_now(told)
 
 

@@ -9,13 +9,13 @@ from torch import Tensor, nn
 from halve.errors import DataError, ModelError, listed
 from halve.find import scores
 from halve.find.activations import input_squares
-from halve.find.batches import Forward, Progress, images_of, iterate, to_device
+from halve.find.batches import Forward, Progress, iterate
 from halve.find.fisher import fisher_diagonal
-from halve.find.permute import SECONDS, Permutation
-from halve.find.permute import permute as find_orders
+from halve.find.permute import SECONDS
 from halve.find.recalibrate import recalibrate as recalibrate_masks
 from halve.find.recipe import origin_of, plain_options, with_fingerprint
 from halve.find.reconstruct import reconstruct
+from halve.find.reorder import graded_by, reordered
 from halve.find.select import Choice, Selection, SelectOptions, select
 from halve.masks.layers import weight_of
 from halve.masks.mask import Mask, MaskSet
@@ -64,22 +64,27 @@ def prune(
     weights = {choice.name: finite_weight(choice.name, model) for choice in chosen.masked}
     data = list(data) if permute and isinstance(data, Iterator) else data  # it is run over more than once
     choices: Sequence[Choice] = chosen.masked
-    permutation = None
+    permutation, found, images = None, None, 0
+
+    def scored(by: str | ScoreFunction) -> tuple[dict[str, Tensor], int]:
+        return score_layers(model, choices, weights, by, data, seed=seed, forward=forward, progress=progress)
+
     if permute:
+        if example is None and data is not None:
+            example = next(iterate(data))
+        if example is None:
+            raise DataError(
+                "permute=True needs an example to capture the network on: pass example= a batch of images, "
+                "of any content"
+            )
+        by = graded_by(score)
+        found, images = scored(by)
         permutation = reordered(
-            model,
-            choices,
-            weights,
-            score,
-            data,
-            example,
-            permute_seconds,
-            seed=seed,
-            forward=forward,
-            progress=progress,
+            model, choices, by, found, example, permute_seconds, seed=seed, forward=forward, progress=progress
         )
         choices = permutation.choices
-    found, images = score_layers(model, choices, weights, score, data, seed=seed, forward=forward, progress=progress)
+    if found is None or graded_by(score) != score:
+        found, images = scored(score)
     recipe = {
         "method": "prune",
         "score": score if isinstance(score, str) else getattr(score, "__name__", "function"),
@@ -97,34 +102,6 @@ def prune(
         masks[choice.name] = with_fingerprint(mask, weights[choice.name], choice.shared_with)
     result = MaskSet(masks, recipe=recipe | origin_of(model), moves=permutation.moves if permutation else None)
     return recalibrate_masks(model, result, data, forward=forward, progress=progress) if recalibrate else result
-
-
-def reordered(
-    model: nn.Module,
-    choices: Sequence[Choice],
-    weights: Mapping[str, Tensor],
-    score: str | ScoreFunction,
-    data: Any,
-    example: Any,
-    seconds: float,
-    *,
-    seed: int = 0,
-    forward: Forward | None = None,
-    progress: Progress | None = None,
-) -> Permutation:
-    """Channel orders in which the layers keep more of a score."""
-    if example is None and data is not None:
-        example = next(iterate(data))
-    if example is None:
-        raise DataError(
-            "permute=True needs an example to capture the network on: pass example= a batch of images, of any content"
-        )
-    example = to_device(example if forward is not None else images_of(example), model)
-    graded = "wanda" if score == "reconstruct" else score  # the part of its cost that each weight has on its own
-    found, _ = score_layers(model, choices, weights, graded, data, seed=seed, forward=forward, progress=progress)
-    if graded in ("magnitude", "wanda"):  # what a layer loses grows with the squares
-        found = {name: value.square() for name, value in found.items()}
-    return find_orders(model, choices, found, example, forward=forward, seconds=seconds, seed=seed, progress=progress)
 
 
 def check_score(score: str | ScoreFunction, data: Any) -> None:

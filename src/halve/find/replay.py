@@ -5,6 +5,7 @@ What changes from step to step is written into fixed places first: images, noise
 """
 
 import contextlib
+import functools
 import gc
 from collections.abc import Iterator
 from typing import Any
@@ -30,13 +31,13 @@ class Replay:
         self._temperature, self._noise = (torch.ones((), device=device) for _ in range(2))
         self._graph = torch.cuda.CUDAGraph()
         with _tuned(), _undisturbed():
-            stream = torch.cuda.Stream(device)
+            stream = _side_stream(device)
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
                 for _ in range(_WARM_UP):
                     self._step()
             torch.cuda.current_stream(device).wait_stream(stream)
-            with torch.cuda.graph(self._graph):
+            with torch.cuda.graph(self._graph, stream=stream):
                 self._loss, self._gradient = self._step()
 
     def _step(self) -> tuple[Tensor, Tensor]:
@@ -75,6 +76,12 @@ class Replay:
         self._graph.replay()
         self._learner.sampler.logits.grad = self._gradient
         return self._loss.clone()
+
+
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    """The same for all recordings: each stream that multiplies gets a workspace of its own from cuBLAS, for good."""
+    return torch.cuda.Stream(device)
 
 
 @contextlib.contextmanager

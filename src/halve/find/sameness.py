@@ -7,7 +7,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from halve.errors import ModelError
-from halve.find.batches import Forward, to_device
+from halve.find.batches import Forward, main_output, to_device
 from halve.graph import two_images
 from halve.masks.layers import clone
 
@@ -60,7 +60,11 @@ class Sameness:
                 result = self._forward(net, batch)
             else:
                 result = net(*batch) if isinstance(batch, tuple) else net(batch)
-            found += [x.detach().double().cpu() for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
+            tensors = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
+            tensors = tensors or [
+                main_output(result)
+            ]  # an object of the model's own: nothing to compare is not the same
+            found += [x.detach().double().cpu() for x in tensors]
         return found
 
 

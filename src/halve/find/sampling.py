@@ -57,6 +57,11 @@ class Sampler(nn.Module):
             self.register_buffer(f"weights{index}", blocks, persistent=False)
             self.register_buffer(f"table{index}", family.pattern.table().float().to(blocks.device), persistent=False)
             self.register_buffer(f"forbidden{index}", self._forbidden(index), persistent=False)
+            for number, layout in enumerate(family.layouts):
+                if layout.channel_order is not None:  # made once: a step that is replayed cannot make it
+                    there, back = layout.orders(blocks.device)
+                    self.register_buffer(f"order{index}_{number}", there, persistent=False)
+                    self.register_buffer(f"inverse{index}_{number}", back, persistent=False)
             parts.append((alpha * relative(score) @ self._table(index).T).flatten())
         self.logits = nn.Parameter(torch.cat(parts))
 
@@ -77,13 +82,13 @@ class Sampler(nn.Module):
     ) -> dict[str, Tensor]:
         """Masked weights for noise that was drawn; `noise` scales it: without any, the likeliest codes are taken."""
         result: dict[str, Tensor] = {}
-        for index, (family, logits) in enumerate(zip(self.families, self.legal_logits(), strict=True)):
+        for index, logits in enumerate(self.legal_logits()):
             scaled = gumbel[index] * noise
             if hard:
                 kept: Tensor = _HardSample.apply(logits, scaled, self._table(index), temperature)
             else:
                 kept = ((logits + scaled) / temperature).softmax(1) @ self._table(index)
-            result |= self._layers(family, kept * self._weights(index))
+            result |= self._layers(index, kept * self._weights(index))
         return result
 
     @torch.no_grad()
@@ -127,12 +132,16 @@ class Sampler(nn.Module):
         parts = torch.split(flat, [blocks * count for blocks, count in sizes])
         return [part.reshape(size) for part, size in zip(parts, sizes, strict=True)]
 
-    def _layers(self, family: Family, blocks: Tensor) -> dict[str, Tensor]:
+    def _layers(self, index: int, blocks: Tensor) -> dict[str, Tensor]:
+        family = self.families[index]
         parts = torch.split(blocks, family.sizes)
-        return {
-            name: layout.from_blocks(part.reshape(layout.rows, layout.blocks, layout.block))
-            for name, layout, part in zip(family.names, family.layouts, parts, strict=True)
-        }
+        result = {}
+        for number, (name, layout, part) in enumerate(zip(family.names, family.layouts, parts, strict=True)):
+            orders = None
+            if layout.channel_order is not None:
+                orders = self.get_buffer(f"order{index}_{number}"), self.get_buffer(f"inverse{index}_{number}")
+            result[name] = layout.from_blocks(part.reshape(layout.rows, layout.blocks, layout.block), orders)
+        return result
 
     def _forbidden(self, index: int) -> Tensor:
         """What is added to the logits, (blocks, codes); empty where nothing is padded."""

@@ -11,7 +11,7 @@ a real weight could have.
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -128,13 +128,17 @@ class Layout:
             x = x.transpose(2, 3)
         x = x.reshape(self.groups, per_group, self.segments, self.columns)
         if self.channel_order is not None:
-            x = x.gather(3, self._index(x, inverse=False))
+            there, back = self.orders(x.device)
+            x = _Moved.apply(x, there, back)
         if self.virtual:
             x = F.pad(x, (0, self.virtual), value=fill)
         return x.reshape(self.rows, self.blocks, self.block)
 
-    def from_blocks(self, blocks: Tensor) -> Tensor:
-        """(rows, blocks, M) -> weight, virtual columns dropped; the inverse of `to_blocks`. Differentiable."""
+    def from_blocks(self, blocks: Tensor, orders: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """(rows, blocks, M) -> weight, virtual columns dropped; the inverse of `to_blocks`. Differentiable.
+
+        Whoever calls it often may keep `orders(device)` and give it.
+        """
         if tuple(blocks.shape) != (self.rows, self.blocks, self.block):
             raise MaskError(
                 f"expected blocks of shape {(self.rows, self.blocks, self.block)}, not {tuple(blocks.shape)}"
@@ -142,7 +146,8 @@ class Layout:
         per_group = self.rows // self.groups
         x = blocks.reshape(self.groups, per_group, self.segments, self.columns + self.virtual)[..., : self.columns]
         if self.channel_order is not None:
-            x = x.gather(3, self._index(x, inverse=True))
+            there, back = orders or self.orders(x.device)
+            x = _Moved.apply(x, back, there)
         if self.order == "channels":
             x = x.transpose(2, 3)
         x = x.reshape(self.groups, per_group, self.channels, self.positions)
@@ -155,9 +160,24 @@ class Layout:
         segment = torch.arange(self.columns + self.virtual) < self.columns
         return segment.repeat(self.segments).reshape(self.blocks, self.block)
 
-    def _index(self, x: Tensor, inverse: bool) -> Tensor:
-        order = torch.tensor(self.channel_order, device=x.device).reshape(self.groups, self.channels)
-        return (order.argsort(1) if inverse else order)[:, None, None, :].expand_as(x)
+    def orders(self, device: torch.device) -> tuple[Tensor, Tensor]:
+        """The channel order and its inverse as indices, (groups, 1, 1, channels) each."""
+        order = torch.tensor(self.channel_order or range(self.channels), device=device)
+        order = order.reshape(self.groups, 1, 1, self.channels)
+        return order, order.argsort(3)
+
+
+class _Moved(torch.autograd.Function):
+    """Columns in another order. The derivative moves them back; that of `gather` would add them up one by one."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, there: Tensor, back: Tensor) -> Tensor:
+        ctx.save_for_backward(back, there)
+        return x.gather(3, there.expand_as(x))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return _Moved.apply(grads[0], *ctx.saved_tensors), None, None
 
 
 def plain(layout: Layout) -> Layout:
