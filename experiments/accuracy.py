@@ -184,8 +184,8 @@ def main() -> None:
                 )
                 row = [records[-1][key] for key in ("network", "data", "metric", "method", "seed", "value", "seconds")]
                 print(*row, records[-1]["settings"], flush=True)
-    if not options.held_back:
-        write(options.out, records)
+        if not options.held_back:
+            write(options.out, records)  # after each seed: a run that is cut short keeps what it has
 
 
 def write(path: Path, records: list[dict[str, Any]]) -> None:

@@ -14,8 +14,9 @@ pytestmark = pytest.mark.skipif(jit.available() is not None, reason=str(jit.avai
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90a", "sm_120"])
 def test_every_variant_compiles(architecture, tmp_path, monkeypatch):
     monkeypatch.setenv("HALVE_CACHE", str(tmp_path))
-    variants = [Variant(True, torch.float16, 64, tile) for tile in TILES]
-    variants += [Variant(*chosen, "64x64") for chosen in itertools.product((False, True), DTYPES, (64, 12))]
+    variants = [Variant(True, torch.float16, 64, "relu", tile) for tile in TILES]
+    variants += [Variant(*chosen, "none", "64x64") for chosen in itertools.product((False, True), DTYPES, (64, 12))]
+    variants += [Variant(True, torch.float16, 64, activation, "64x64") for activation in geometry.ACTIVATIONS]
     for variant in variants:
         assert b"conv" in machine_code(variant, architecture)
 
@@ -24,16 +25,16 @@ def test_the_activations_are_numbered_as_the_kernel_counts_them():
     assert geometry.ACTIVATIONS == tuple(ops.ACTIVATIONS) == ("none", "relu", "gelu", "silu", "hardswish")
 
 
-def test_all_tiles_but_the_largest_fit_into_the_shared_memory_of_small_gpus():
-    assert [name for name, tile in TILES.items() if tile.shared_bytes > 99 * 1024] == ["256x128"]
+def test_tiles_fit_into_the_shared_memory_of_small_gpus():
+    assert max(tile.shared_bytes for tile in TILES.values()) <= 99 * 1024
 
 
 @pytest.mark.parametrize(
     "variant",
     [
-        Variant(True, torch.float32, 64, "64x64"),
-        Variant(True, torch.float16, 6, "64x64"),
-        Variant(True, torch.float16, 8, "1x1"),
+        Variant(True, torch.float32, 64, "none", "64x64"),
+        Variant(True, torch.float16, 6, "none", "64x64"),
+        Variant(True, torch.float16, 8, "none", "1x1"),
     ],
 )
 def test_what_the_kernel_cannot_do_is_refused(variant):

@@ -47,7 +47,7 @@ def problem(geometry, images, height, width, dtype, *, bias, residual, seed=0):
 
 def poison(x, geometry):
     """Let the next result lie where there are NaNs now."""
-    out = (x.shape[0], geometry.rows, *geometry.out_size(x.shape[2], x.shape[3]))
+    out = (x.shape[0], geometry.rows, *geometry.out_size(*x.shape[-2:]))
     torch.full(out, float("nan"), dtype=x.dtype, device="cuda")
 
 
@@ -164,7 +164,7 @@ def test_not_a_number_spreads_to_all_that_it_meets_and_relu_keeps_it():
 def test_wrong_arguments_are_refused():
     geometry = Geometry(32, 16, (1, 1))
     x, weight, b, _ = problem(geometry, 1, 4, 4, torch.float16, bias=True, residual=False)
-    for bad in (x[:, :8], x[0], x.float(), x.cpu()):
+    for bad in (x[:, :8], x[0][None, None], x.float(), x.cpu()):
         with pytest.raises(EngineError, match=r"channels|convert|move"):
             run(bad, weight, b, None, geometry, "64x64", sparse=True)
     with pytest.raises(EngineError, match=r"float32"):
@@ -195,9 +195,9 @@ def test_the_kernel_runs_on_the_current_stream_and_in_a_graph():
     expected = run(x, weight, b, r, geometry, "64x64", sparse=True)
     packed = pack(weight, weight != 0)
     graph = torch.cuda.CUDAGraph()
-    still = torch.zeros_like(x)
+    still, last = torch.zeros_like(x), r.contiguous(memory_format=torch.channels_last)
     with torch.cuda.graph(graph):
-        y = conv.run(still, packed.values, packed.metadata, b, r, geometry, "64x64")
+        y = conv.run(still, packed.values, packed.metadata, b, last, geometry, "64x64")
     still.copy_(x)
     graph.replay()
     assert torch.equal(y, expected)

@@ -8,7 +8,7 @@
 // image and channels past the last are filled with zeros by the copy itself.
 //
 // Defined when compiled: SPARSE (0, 1), BF16 (0, 1), PIECE (channels that one copy moves: 8, or 4 where the channels are
-// no multiple of 8), and the tile: a warp makes ROW_TILES x 16 output channels by PIXEL_TILES x 8 pixels, and a block has
+// no multiple of 8), ACTIVATION (0 none, 1 relu, 2 gelu, 3 silu, 4 hardswish), and the tile: a warp makes ROW_TILES x 16 output channels by PIXEL_TILES x 8 pixels, and a block has
 // WARPS_M x WARPS_N x WARPS_K warps. Warps with the same place along K are a team: they take every WARPS_K-th step,
 // copy for themselves and wait for each other alone. Several teams share one tile, for layers with few tiles.
 
@@ -29,8 +29,7 @@ struct Shape {
     int images, height, width, channels;      // of x
     int out_height, out_width, out_channels;  // of the result
     int kernel_h, kernel_w, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
-    int row_tiles;                            // of 16 rows, in the packed weight
-    int activation;                           // 0 none, 1 relu, 2 gelu, 3 silu, 4 hardswish
+    int row_tiles;  // of 16 rows, in the packed weight
 };
 
 __device__ __forceinline__ float to_float(u16 v) {
@@ -53,18 +52,21 @@ __device__ __forceinline__ u16 from_float(float f) {
     return v;
 }
 
-__device__ __forceinline__ float activate(float v, int kind) {
-    switch (kind) {
-        case 1: return v < 0.f ? 0.f : v;  // keeps NaN, as PyTorch does
-        case 2: return 0.5f * v * (1.f + erff(v * 0.70710678f));
-        case 3: return v / (1.f + __expf(-v));
-        case 4: {
-            float gate = v + 3.f;
-            gate = gate < 0.f ? 0.f : gate > 6.f ? 6.f : gate;
-            return v * gate / 6.f;
-        }
-        default: return v;
-    }
+// Compiled in: all of them inlined for every output would not fit into the instruction cache.
+__device__ __forceinline__ float activate(float v) {
+#if ACTIVATION == 1
+    return v < 0.f ? 0.f : v;  // keeps NaN, as PyTorch does
+#elif ACTIVATION == 2
+    return 0.5f * v * (1.f + erff(v * 0.70710678f));
+#elif ACTIVATION == 3
+    return v / (1.f + __expf(-v));
+#elif ACTIVATION == 4
+    float gate = v + 3.f;
+    gate = gate < 0.f ? 0.f : gate > 6.f ? 6.f : gate;
+    return v * gate / 6.f;
+#else
+    return v;
+#endif
 }
 
 template <int BYTES>
@@ -241,21 +243,6 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv(const u16* __restrict
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
 
-    // What is added comes from far away: ask for it before it is needed.
-    constexpr int GROUPS = TILE_M / 8;  // eight channels of one pixel at a time
-    constexpr int TURNS = (TILE_N * GROUPS + THREADS - 1) / THREADS;
-    union Eight { uint4 vector; u16 each[8]; };
-    Eight add[TURNS];
-    const bool whole = s.out_channels % 8 == 0;
-#pragma unroll
-    for (int turn = 0; turn < TURNS; ++turn) {
-        const int place = thread + turn * THREADS, pixel = first_pixel + place / GROUPS;
-        const int first = first_row + place % GROUPS * 8;
-        add[turn].vector = make_uint4(0, 0, 0, 0);
-        if (residual && whole && place < TILE_N * GROUPS && pixel < pixels && first < s.out_channels)
-            add[turn].vector = *reinterpret_cast<const uint4*>(residual + (u64)pixel * s.out_channels + first);
-    }
-
     // Through shared memory, so that the channels of one pixel are written together, and teams are added up in a fixed order.
     asm volatile("cp.async.wait_group 0;" ::: "memory");
     __syncthreads();
@@ -272,12 +259,32 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv(const u16* __restrict
                 const int pixel = warp_n * WARP_N + n * 8 + 2 * q + i % 2;
                 tile_out[team * SLICE + pixel * PITCH + channel] = sums[m][n][i];
             }
+
+    // What is added comes from far away: ask for it before all warps are there. A thread always has the same eight channels.
+    constexpr int GROUPS = TILE_M / 8, TURNS = (TILE_N * GROUPS + THREADS - 1) / THREADS;
+    static_assert(THREADS % GROUPS == 0, "a thread has the same channels in every turn");
+    union Eight { uint4 vector; u16 each[8]; };
+    const int channel = thread % GROUPS * 8, first = first_row + channel;
+    const bool whole = s.out_channels % 8 == 0;
+    float shift[8] = {};
+    Eight add[TURNS];
+    if (bias) {
+#pragma unroll
+        for (int i = 0; i < 8; ++i)
+            if (first + i < s.out_channels) shift[i] = __ldg(bias + first + i);
+    }
+#pragma unroll
+    for (int turn = 0; turn < TURNS; ++turn) {
+        const int p = thread / GROUPS + turn * (THREADS / GROUPS), pixel = first_pixel + p;
+        add[turn].vector = make_uint4(0, 0, 0, 0);
+        if (residual && whole && p < TILE_N && pixel < pixels && first < s.out_channels)
+            add[turn].vector = *reinterpret_cast<const uint4*>(residual + (u64)pixel * s.out_channels + first);
+    }
     __syncthreads();
 #pragma unroll
     for (int turn = 0; turn < TURNS; ++turn) {
-        const int place = thread + turn * THREADS, p = place / GROUPS, channel = place % GROUPS * 8;
-        const int pixel = first_pixel + p, first = first_row + channel;
-        if (place >= TILE_N * GROUPS || pixel >= pixels || first >= s.out_channels) continue;
+        const int p = thread / GROUPS + turn * (THREADS / GROUPS), pixel = first_pixel + p;
+        if (p >= TILE_N || pixel >= pixels || first >= s.out_channels) continue;
         float v[8] = {};
 #pragma unroll
         for (int k = 0; k < WARPS_K; ++k)
@@ -291,9 +298,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv(const u16* __restrict
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
             const bool inside = whole || first + i < s.out_channels;
-            if (bias && inside) v[i] += __ldg(bias + first + i);
+            v[i] += shift[i];
             if (residual && inside) v[i] += to_float(whole ? add[turn].each[i] : residual[at + i]);
-            sum.each[i] = from_float(activate(v[i], s.activation));
+            sum.each[i] = from_float(activate(v[i]));
             if (inside && !whole) out[at + i] = sum.each[i];
         }
         if (whole) *reinterpret_cast<uint4*>(out + at) = sum.vector;

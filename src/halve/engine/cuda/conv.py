@@ -49,8 +49,7 @@ class Tile(NamedTuple):
 TILES = {
     str(tile): tile
     for tile in (
-        Tile(4, 8, 4, 2),  # 256x128, for large layers
-        Tile(4, 4, 2, 4),  # 128x128
+        Tile(4, 4, 2, 4),  # 128x128, for large layers
         Tile(2, 8, 2, 2),  # 64x128
         Tile(2, 4, 2, 2),  # 64x64
         Tile(2, 4, 2, 1, 4),  # 64x32, four teams along K
@@ -66,6 +65,7 @@ class Variant(NamedTuple):
     sparse: bool
     dtype: torch.dtype
     channels: int  # of the input: a multiple of 8 is copied faster
+    activation: str
     tile: str
 
     def options(self) -> tuple[str, ...]:
@@ -78,7 +78,8 @@ class Variant(NamedTuple):
             raise EngineError(f"no tile is called {self.tile!r}; there are {', '.join(TILES)}")
         piece = 8 if self.channels % 8 == 0 else 4
         tile = {name.upper(): value for name, value in TILES[self.tile]._asdict().items()}
-        values = {"SPARSE": int(self.sparse), "BF16": int(self.dtype == torch.bfloat16), "PIECE": piece, **tile}
+        bf16, activation = int(self.dtype == torch.bfloat16), ACTIVATIONS.index(self.activation)
+        values = {"SPARSE": int(self.sparse), "BF16": bf16, "PIECE": piece, "ACTIVATION": activation, **tile}
         return tuple(f"-D{name}={value}" for name, value in values.items())
 
 
@@ -99,7 +100,7 @@ class _Shape(ctypes.Structure):
                 "kernel_h",
                 "kernel_w",
             ),
-            *("stride_h", "stride_w", "pad_h", "pad_w", "dilation_h", "dilation_w", "row_tiles", "activation"),
+            *("stride_h", "stride_w", "pad_h", "pad_w", "dilation_h", "dilation_w", "row_tiles"),
         )
     )
 
@@ -136,12 +137,12 @@ def run(
         return out
     if max(pixels, images * height * width) >= 1 << 28:
         raise EngineError(f"{images} images of {height} x {width} pixels are too many at once: use smaller batches")
-    variant = Variant(metadata is not None, x.dtype, channels, tile)
+    variant = Variant(metadata is not None, x.dtype, channels, geometry.activation, tile)
     kernel = _kernel(variant.options(), x.device.index, TILES[tile].shared_bytes)
     shape = _Shape(
         *(images, height, width, channels, out_height, out_width, rows),
         *(*geometry.kernel, *geometry.stride, *geometry.padding, *geometry.dilation),
-        *(values.shape[0], ACTIVATIONS.index(geometry.activation)),
+        values.shape[0],
     )
     grid = (-(-pixels // TILES[tile].pixels), -(-rows // TILES[tile].rows))
     kernel.launch(grid, TILES[tile].threads, (x, values, metadata, bias, residual, out, shape))
