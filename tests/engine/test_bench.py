@@ -91,6 +91,7 @@ def test_percentiles_are_those_of_all_calls(monkeypatch):
     assert (one.p10_ms, one.median_ms, one.p90_ms) == (11, 51, 91)
 
 
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # of torch itself
 def test_a_system_that_fails_has_an_error_and_no_times_and_the_others_go_on(monkeypatch):
     def broken(case):
         raise RuntimeError("no kernel\nfor this shape")
@@ -102,6 +103,7 @@ def test_a_system_that_fails_has_an_error_and_no_times_and_the_others_go_on(monk
     assert fine.median_ms > 0
 
 
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # of torch itself
 def test_a_system_that_computes_something_else_is_not_timed(monkeypatch):
     def other(case):
         def call():
@@ -206,6 +208,7 @@ def test_torchs_own_sparsity_says_why_a_layer_does_not_run_on_it():
         put_in_(fast, (torch.randn(1, 8, 6, 6),))
 
 
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # of torch itself
 def test_torch_compile_is_measured():
     [one] = measured("compile")
     assert one.error is None

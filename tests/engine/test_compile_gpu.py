@@ -15,6 +15,7 @@ from halve.errors import EngineError, EngineWarning
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning", "ignore:.*deprecated:DeprecationWarning"),  # torch
     pytest.mark.skipif(
         not torch.cuda.is_available() or driver.missing(torch.device("cuda")) is not None, reason="no fitting GPU"
     ),

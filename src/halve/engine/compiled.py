@@ -47,6 +47,7 @@ class Compiled(nn.Module):
         self._guards: Guards | None = None
         self._fitting: set[Shapes] = set()  # shapes that were looked at
         self._recordings = Recordings()
+        self.device = self._where()  # kept: looking for it would take longer than a small network
 
     def hold_for(self, sizes: Sizes, guards: Guards) -> None:
         """Refuse inputs of shapes that the graph does not hold for."""
@@ -57,10 +58,8 @@ class Compiled(nn.Module):
         """The layers that can run in several ways."""
         return [module for module in self.modules() if isinstance(module, Layer)]
 
-    @property
-    def device(self) -> torch.device:
-        """Where the weights are."""
-        found = next(iter([*self.body.buffers(), *self.body.parameters()]), None)
+    def _where(self) -> torch.device:
+        found = next(self.body.buffers(), next(self.body.parameters(), None))
         return torch.device("cpu") if found is None else found.device
 
     def forward(self, *inputs: Any) -> Any:
@@ -182,6 +181,7 @@ class Compiled(nn.Module):
     def _apply(self, *args: Any, **kwargs: Any) -> "Compiled":
         self._recordings = Recordings()  # they hold the addresses of weights that move now
         super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
+        self.device = self._where()
         return self
 
     def take_plan_of(self, other: "Compiled") -> None:

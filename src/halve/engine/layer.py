@@ -128,13 +128,6 @@ class Layer(nn.Module):
             self.bias32 = self.bias32.float()
         return self
 
-    def replace_(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Other numbers in the same layer, the same ways."""
-        self.weight = weight if self.linear else weight.contiguous(memory_format=_NHWC)
-        self.values = self.metadata = self.twin = None
-        self.bias, self.bias32 = bias, None if bias is None else bias.float()
-        self.take(self.ways)
-
     @property
     def _sizes(self) -> tuple[list[int], list[int], list[int]]:
         return list(self.geometry.stride), list(self.geometry.padding), list(self.geometry.dilation)

@@ -4,6 +4,7 @@ All recordings of a model share their memory, so one runs at a time. What is ret
 holds is written to later.
 """
 
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -25,6 +26,7 @@ class Recordings:
         self.pool: Any = None
         self.stream: torch.cuda.Stream | None = None
         self.done: torch.cuda.Event | None = None
+        self.last: torch.cuda.Stream | None = None
 
     def record(self, run: Callable[..., Any], inputs: tuple[Tensor, ...]) -> None:
         """Record a run on inputs of these shapes."""
@@ -55,16 +57,16 @@ class Recordings:
 
     def replay(self, inputs: tuple[Tensor, ...]) -> Any:
         """The outputs for these inputs, on the current stream."""
-        with self.lock, torch.cuda.device(inputs[0].device):
+        with self.lock, _on(inputs[0].device):
             graph, places, outputs = self.known[shapes_of(inputs)]
             stream = torch.cuda.current_stream()
-            if self.done is not None:
+            if self.done is not None and self.last != stream:
                 stream.wait_event(self.done)  # whoever ran before may still read and write the shared memory
             for place, x in zip(places, inputs, strict=True):
                 place.copy_(x)
             graph.replay()
             result = pytree.tree_map_only(Tensor, torch.clone, outputs)
-            self.done = self.done or torch.cuda.Event()
+            self.done, self.last = self.done or torch.cuda.Event(), stream
             self.done.record(stream)
             return result
 
@@ -73,6 +75,11 @@ class Recordings:
 
     def __reduce__(self) -> Any:
         return Recordings, ()
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    """On that device; nothing to do where it is the current one, as nearly always."""
+    return contextlib.nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device(device)
 
 
 def shapes_of(inputs: tuple[Tensor, ...]) -> Shapes:

@@ -1,0 +1,87 @@
+"""Does a compiled network predict on real photos what the masked one predicts in single precision? ResNet-50 on a GPU.
+
+    python benchmarks/bench_photos.py ASSETS [--out FILE]
+
+ASSETS holds zoo.py, resnet50_v1_imagenet.safetensors and the folders of photos in20_train/, in20_val_dev/, in1000_dev/.
+Masks are permuted magnitudes, recalibrated. Top-1 classes are compared with `halve.apply` in float32: PyTorch's own
+float16 and bfloat16, the compiled network as it was planned, and with every masked layer on the sparse kernels. Writes
+benchmarks/results/photos.json; does nothing without a GPU.
+"""
+
+import argparse
+import copy
+import datetime
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+import halve
+from halve.engine.compiled import Compiled
+from halve.sources.data import Preprocessing, load_data
+from halve.sources.models import load_model
+
+RESULTS = Path(__file__).parent / "results" / "photos.json"
+BATCH = 50
+
+
+def photos(assets: Path, folder: str, limit: int | None = None) -> list[Tensor]:
+    loader = load_data(str(assets / folder), Preprocessing(), batch_size=BATCH, limit=limit, shuffle=limit is not None)
+    return [batch[0].cuda() for batch in loader.loader]
+
+
+def all_sparse(fast: Compiled) -> Compiled:
+    """A copy in which each masked layer takes one of our sparse kernels, all of them in turn."""
+    result = copy.deepcopy(fast)
+    for number, layer in enumerate(result.layers):
+        ways = [way for way in layer.possible(twins=False) if way.startswith("sparse")]
+        if ways:
+            layer.take({1: ways[number % len(ways)]})
+    return result
+
+
+def classes(run: Callable[[Tensor], Tensor], batches: list[Tensor], dtype: torch.dtype) -> Tensor:
+    with torch.no_grad():
+        return torch.cat([run(batch.to(dtype)).argmax(1) for batch in batches])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("assets", type=Path)
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("bench_photos: no GPU, nothing measured")
+        return
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    assets = options.assets
+    model = load_model(f"{assets / 'zoo.py'}:resnet50_v1", assets / "resnet50_v1_imagenet.safetensors").model.cuda()
+    seen = photos(assets, "in20_train", limit=512)
+    masks = halve.recalibrate(model, halve.prune(model, permute=True, example=seen[0]), seen)
+    batches = photos(assets, "in20_val_dev") + photos(assets, "in1000_dev")
+    masked = halve.apply(model, masks).eval()
+    expected = classes(masked, batches, torch.float32)
+    records = []
+    for dtype in (torch.float16, torch.bfloat16):
+        fast = halve.compile(model, masks, batches[0].to(dtype))
+        sparse = sum(entry.kernel.startswith("sparse") for entry in fast.plan)
+        systems = {"torch": copy.deepcopy(masked).to(dtype), "halve": fast, "halve, all sparse": all_sparse(fast)}
+        for name, system in systems.items():
+            flips = int((classes(system, batches, dtype) != expected).sum())
+            about = {"network": "resnet50_v1", "dtype": str(dtype).removeprefix("torch."), "system": name}
+            records.append(
+                about
+                | {"photos": len(expected), "flips": flips, "agreement": 1 - flips / len(expected)}
+                | ({"sparse_layers": sparse} if name == "halve" else {})
+                | {"hardware": torch.cuda.get_device_name(), "date": datetime.date.today().isoformat()}
+                | {"versions": {"halve": halve.__version__, "torch": torch.__version__}}
+            )
+            print(about, flips, "of", len(expected), flush=True)
+    options.out.parent.mkdir(parents=True, exist_ok=True)
+    options.out.write_text(json.dumps(records, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
