@@ -3,6 +3,8 @@ import torch
 import torch.nn.functional as F
 
 from halve.engine import ops
+from halve.engine.pack import pack, pack_dense
+from halve.errors import EngineError
 from tests.random_masks import random
 
 
@@ -41,3 +43,54 @@ def test_an_operation_is_exported_with_a_free_batch():
     program = torch.export.export(Net(), arguments, dynamic_shapes=({0: torch.export.Dim("batch")}, None), strict=False)
     x = random(5, 4, 5, 5, seed=1)
     assert torch.equal(program.module()(x, arguments[1]), Net()(x, arguments[1]))
+
+
+def halved(*shape):
+    weight = random(*shape, seed=1)
+    weight[:, [0, 2]] = 0
+    return weight
+
+
+@pytest.mark.parametrize("sparse", [False, True])
+@pytest.mark.parametrize("residual", [False, True])
+def test_packed_operations_give_what_the_plain_ones_give(sparse, residual):
+    x, w, b, r = random(2, 4, 5, 6), halved(7, 4, 3, 2), random(7, seed=2), random(2, 7, 3, 7, seed=3)
+    values, metadata = pack(w, w != 0)[:2] if sparse else (pack_dense(w), None)
+    r = r if residual else None
+    sizes = ([2, 1], [1, 1], [1, 1])
+    got = ops.packed_conv2d(x, values, metadata, b, r, [7, 4, 3, 2], *sizes, "silu", "64x64")
+    torch.testing.assert_close(got, ops.conv2d(x, w, b, r, *sizes, 1, "silu"))
+    assert got.is_contiguous(memory_format=torch.channels_last)
+    rows, matrix, sums = random(3, 5, 4), halved(7, 4), random(3, 5, 7, seed=3)
+    values, metadata = pack(matrix, matrix != 0)[:2] if sparse else (pack_dense(matrix), None)
+    sums = sums if residual else None
+    got = ops.packed_linear(rows, values, metadata, b, sums, 7, "gelu", "64x64")
+    torch.testing.assert_close(got, ops.linear(rows, matrix, b, sums, "gelu"))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torch_finds_nothing_wrong_with_the_packed_operations():
+    x, w, b, r = random(2, 4, 5, 5), halved(8, 4, 3, 3), random(8, seed=2), random(2, 8, 5, 5, seed=3)
+    values, metadata, shape = pack(w, w != 0)
+    arguments = (x, values, metadata, b, r, list(shape), [1, 1], [1, 1], [1, 1], "relu", "64x64")
+    torch.library.opcheck(torch.ops.halve.packed_conv2d.default, arguments)
+    values, metadata, _ = pack(w[..., 0, 0], w[..., 0, 0] != 0)
+    torch.library.opcheck(
+        torch.ops.halve.packed_linear.default, (random(3, 4), values, metadata, b, None, 8, "none", "64x64")
+    )
+
+
+def test_what_a_kernel_would_read_wrongly_is_refused():
+    w = halved(8, 4, 3, 3)
+    values, metadata, shape = pack(w, w != 0)
+    sizes = (list(shape), [1, 1], [1, 1], [1, 1], "relu", "64x64")
+    x = random(2, 4, 5, 5)
+    for bad, bias, why in (
+        (x[0], None, "N, C, H, W"),
+        (x[:, :2], None, "images of 4 channels"),
+        (x.double(), None, "convert the input"),
+        (x, random(8).double(), "float32"),
+        (x, random(7), "8 numbers"),
+    ):
+        with pytest.raises(EngineError, match=why):
+            ops.packed_conv2d(bad, values, metadata, bias, None, *sizes)
