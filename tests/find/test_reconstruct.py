@@ -149,6 +149,16 @@ def test_frozen_batchnorm_gets_outputs_that_are_as_strong_as_before(monkeypatch)
     assert abs(strengths[1] - 1) < 0.6 * abs(strengths[0] - 1)
 
 
+def test_masks_for_recalibrated_statistics_change_the_centred_outputs_least():
+    model, x = deep(), random(256, 16, 6, 6).split(16)
+    there = halve.prune(model, "reconstruct", x, recalibrate=True, also="*")
+    other = halve.recalibrate(model, halve.prune(model, "reconstruct", x, also="*"), x)
+    assert there.statistics
+    with torch.no_grad():
+        error, more = ((halve.apply(model, masks)(x[0]) - model(x[0])).square().sum() for masks in (there, other))
+    assert error < more
+
+
 def test_it_is_reproducible_and_starts_learning():
     model, x = net(), correlated(16)
     first, second = (halve.prune(model, "reconstruct", [x]) for _ in range(2))

@@ -48,8 +48,7 @@ def descend(
     """
     codes, out = codes.clone(), (~table).to(weight.dtype)
     removed = torch.zeros_like(weight)
-    for index, block in enumerate(blocks):
-        removed[:, block] = weight[:, block] * out[codes[:, index]]
+    removed[:, blocks.flatten()] = (weight[:, blocks] * out[codes]).flatten(1)
     for _ in range(SWEEPS):
         before = codes.clone()
         pull = removed @ cost.products + cost.linear
@@ -72,7 +71,7 @@ def descend(
             )
             removed[:, columns] = new
             pull.addmm_(new - old, cost.products[columns])
-        if (codes != before).double().mean() < _SETTLED:
+        if (codes != before).float().mean() < _SETTLED:
             break
     return codes
 

@@ -44,6 +44,7 @@ def prune(
       weight) that gives scores of the weight's shape.
     - `data`: batches to measure inputs on, no labels needed; a DataLoader, a list, or one tensor of images.
     - `recalibrate`: also measure BatchNorm statistics on `data` with the masks on; they travel with the masks.
+      "reconstruct" then chooses masks that are better with such statistics and worse without.
     - `permute`: look for channel orders in which blocks keep more of the score, for at most `permute_seconds`. The
       network's structure is captured on an `example` (a batch of images of any content; the first of `data` if there is
       one). Masks still refer to the checkpoint as it is; `apply(permute=True)` moves the channels.
@@ -67,7 +68,17 @@ def prune(
     permutation, found, images = None, None, 0
 
     def scored(by: str | ScoreFunction) -> tuple[dict[str, Tensor], int]:
-        return score_layers(model, choices, weights, by, data, seed=seed, forward=forward, progress=progress)
+        return score_layers(
+            model,
+            choices,
+            weights,
+            by,
+            data,
+            recalibrated=recalibrate,
+            seed=seed,
+            forward=forward,
+            progress=progress,
+        )
 
     if permute:
         if example is None and data is not None:
@@ -121,15 +132,20 @@ def score_layers(
     score: str | ScoreFunction,
     data: Any = None,
     *,
+    recalibrated: bool = False,
     seed: int = 0,
     forward: Forward | None = None,
     progress: Progress | None = None,
 ) -> tuple[dict[str, Tensor], int]:
-    """Scores of the weights' shapes by layer name, and how many images they were measured on."""
+    """Scores of the weights' shapes by layer name, and how many images they were measured on.
+
+    `recalibrated` says that BatchNorm statistics will be measured with the masks on.
+    """
     seen: dict[str, Tensor] = {}
     images = 0
     if score == "reconstruct":
-        return reconstruct(model, choices, weights, data, seed=seed, forward=forward, progress=progress)
+        options: dict[str, Any] = {"seed": seed, "forward": forward, "progress": progress}
+        return reconstruct(model, choices, weights, data, recalibrated=recalibrated, **options)
     if score == "wanda":
         seen, images = input_squares(model, choices, data, forward, progress)
     if score == "hessian":

@@ -6,7 +6,7 @@ row's codes interact through C, inside blocks and between them, so they are impr
 Alone that makes the outputs of every layer weaker: e is a part of w and mostly pulls the same way, e C w^T > 0. Frozen
 BatchNorm does not make up for it, and over the layers it multiplies. So masks are chosen while the network runs
 (`cascade`): each row also pays for what the mean and the standard deviation of its outputs are off with the inputs that
-the masked layers before it give.
+the masked layers before it give. Where BatchNorm will be recalibrated, which makes up for both, it does not.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,14 +43,16 @@ def reconstruct(
     weights: Mapping[str, Tensor],
     data: Any,
     *,
+    recalibrated: bool = False,
     seed: int = 0,
     forward: Forward | None = None,
     progress: Progress | None = None,
 ) -> tuple[dict[str, Tensor], int]:
     """For each layer 1 where a weight is kept and 0 where not; and how many images were seen.
 
-    Layers that cannot be reconstructed (transposed, very wide, with a forward of their own) get Wanda's scores instead,
-    and layers that never ran their magnitudes.
+    `recalibrated` says that BatchNorm statistics will be measured with the masks on. Layers that cannot be
+    reconstructed (transposed, very wide, with a forward of their own) get Wanda's scores instead, and layers that never
+    ran their magnitudes.
     """
     generator = torch.Generator().manual_seed(seed)
     data = list(data) if isinstance(data, Iterator) else data  # it is run over more than once
@@ -79,11 +81,12 @@ def reconstruct(
     def pick(choice: Choice, drift: Drift | None) -> Tensor:
         next(bar, None)
         name, (layout, pattern) = choice.name, _rule(choice)
-        codes = choose(weights[name], layout, pattern, totals.pop(name), starts[name].codes, drift)
+        codes = choose(weights[name], layout, pattern, totals.pop(name), starts[name].codes, drift, recalibrated)
         return chosen.setdefault(name, Mask(pattern, layout, codes).kept())
 
-    cascade(model, choices, known, pick, sample_of(data, forward), forward)
-    for choice in choices:  # a layer may run on other batches alone
+    if not recalibrated:
+        cascade(model, choices, known, pick, sample_of(data, forward), forward)
+    for choice in choices:  # also a layer that runs on other batches alone
         if choice.name not in known and choice.name not in chosen:
             pick(choice, None)
     next(bar, None)  # its end
@@ -102,12 +105,18 @@ def squares_of(totals: Tensor, layout: Layout) -> Tensor:
 
 
 def choose(
-    weight: Tensor, layout: Layout, pattern: Pattern, totals: Tensor, start: Tensor, drift: Drift | None = None
+    weight: Tensor,
+    layout: Layout,
+    pattern: Pattern,
+    totals: Tensor,
+    start: Tensor,
+    drift: Drift | None = None,
+    recalibrated: bool = False,
 ) -> Tensor:
     """Codes, (rows, blocks), for what `moments` gave; begins at the codes `start`."""
     table = pattern.table().to(weight.device)
     refused = wasteful(pattern, layout).to(weight.device) if layout.virtual else None
-    costs = costs_of(weight, layout, totals, drift)
+    costs = costs_of(weight, layout, totals, drift, recalibrated)
     codes = start.to(weight.device).long().chunk(layout.groups)
     found = [
         descend(rows, codes[group], cost, columns_of_blocks(layout, group).to(weight.device), table, refused)
@@ -122,12 +131,15 @@ def rows_of(weight: Tensor, layout: Layout) -> Tensor:
     return F.pad(weight.detach().float().reshape(layout.groups, -1, columns), (0, 1))
 
 
-def costs_of(weight: Tensor, layout: Layout, totals: Tensor, drift: Drift | None = None) -> list[Cost]:
+def costs_of(
+    weight: Tensor, layout: Layout, totals: Tensor, drift: Drift | None = None, recalibrated: bool = False
+) -> list[Cost]:
     """What it costs in each group to remove a part of its rows.
 
     With x the inputs in the masked network the mean of a row's outputs is off by `missing` + e mean(x)^T, and their
     variance by about (1 - strength) w C w^T + 2 e C w^T, so their standard deviation by half of that over itself.
     """
+    mean, gain = (0.0, 0.0) if recalibrated else (MEAN, GAIN)
     costs = []
     for group, rows in enumerate(rows_of(weight, layout)):
         total = totals[group].to(weight.device, torch.float32)
@@ -142,11 +154,11 @@ def costs_of(weight: Tensor, layout: Layout, totals: Tensor, drift: Drift | None
         variance = torch.maximum((along * rows).sum(1), floor)
         costs.append(
             Cost(
-                products=_ridged(products) + MEAN * torch.outer(inputs, inputs),
-                linear=MEAN * torch.outer(missing.to(rows), inputs),
+                products=_ridged(products) + mean * torch.outer(inputs, inputs),
+                linear=mean * torch.outer(missing.to(rows), inputs),
                 along=along,
                 offset=variance * (1 - strength.to(rows)) / 2,
-                weight=GAIN / variance,
+                weight=gain / variance,
             )
         )
     return costs
