@@ -147,6 +147,31 @@ def test_recordings_are_bounded(made, monkeypatch):
     assert len(fast._recordings.known) == 2
 
 
+def test_a_recording_keeps_the_weights_that_it_reads(made):
+    fast = copy.deepcopy(made[2]).warmup([2])
+    x = photos(2)
+    expected = fast(x)
+    for layer in fast.layers:  # as planning does, where another batch size decides otherwise for the same input
+        layer.take({1: "twin 64x64" if layer.geometry.channels % 4 == 0 else "torch"})
+    filled = [torch.full((1 << 20,), 7.0, device="cuda") for _ in range(64)]
+    assert torch.equal(fast(x), expected)
+    assert len(filled) == 64
+
+
+def test_calls_go_on_while_another_batch_size_is_planned(made):
+    model, masks, _ = made
+    fast = halve.compile(model, masks, photos(2))
+    recorded_, other = photos(2), photos(3)
+    expected, near = fast(recorded_), reference(model, masks, other)
+    worker = threading.Thread(target=fast.warmup, args=([5, 6],))
+    worker.start()
+    while worker.is_alive():
+        assert torch.equal(fast(recorded_), expected)
+        close(fast(other), near)
+    worker.join()
+    assert {2, 5, 6} <= set(fast.plan.batches)
+
+
 def test_nothing_is_timed_twice(made, monkeypatch):
     model, masks, _ = made
 

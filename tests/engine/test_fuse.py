@@ -110,6 +110,36 @@ HOW = {  # what each layer took in: norm, residual, activation
         lambda n, x: (lambda y: y.add_(n.a(x)) + y)(x * 2),
         [(False, True, "none")],  # the exporter lets them read the sum
     ),
+    "in place into a view of what is read": (
+        lambda n, x: (lambda y: (y[:, :4].add_(n.a(x)), y)[1])(x * 2),
+        [(False, False, "none")],
+    ),
+    "what the layer read is written to before the sum": (
+        lambda n, x: (lambda y: (z := n.a(y), z + F.relu_(y))[1])(x * 2),
+        [(False, False, "none")],
+    ),
+    "a view of what the layer read is written to": (
+        lambda n, x: (lambda y: (z := n.a(y), y.flatten(1).mul_(2), z.relu())[2])(x * 2),
+        [(False, False, "none")],
+    ),
+    "what was added is written to before the activation": (
+        lambda n, x: (lambda y: (z := n.a(x) + y, y.mul_(2), z.relu() + y)[2])(x * 2),
+        [(False, True, "none")],
+    ),
+    "something else is written to": (
+        lambda n, x: (lambda y: (z := n.a(x), y.mul_(2), z.relu() + y)[2])(x * 2),
+        [(False, False, "relu")],
+    ),
+    "dropout that is told to train": (lambda n, x: F.dropout(n.a(x), 1.0).relu(), [(False, False, "none")]),
+    "alpha dropout": (lambda n, x: F.alpha_dropout(n.a(x), 0.5).relu(), [(False, False, "relu")]),
+    "a norm whose gain is computed": (
+        lambda n, x: F.batch_norm(n.a(x), n.bn.running_mean, n.bn.running_var, n.bn.weight.abs() * 2, n.bn.bias),
+        [(False, False, "none")],
+    ),
+    "a bias that is computed": (
+        lambda n, x: F.relu(n.bn(F.conv2d(x, n.a.weight, n.a.bias * 2, padding=1))),
+        [(False, False, "none")],
+    ),
     "GELU by tanh": (lambda n, x: F.gelu(n.a(x), approximate="tanh"), [(False, False, "none")]),
     "GELU": (lambda n, x: F.gelu(n.a(x)), [(False, False, "gelu")]),
     "SiLU": (lambda n, x: F.silu(n.a(x), inplace=True), [(False, False, "silu")]),
@@ -133,6 +163,23 @@ def test_what_a_layer_takes_in(name):
     how, expected = HOW[name]
     _, layers = fused_like(lively(Net(how)), torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(1)))
     assert [(layer.norm, layer.residual, layer.activation) for layer in layers] == expected
+
+
+def test_a_layer_whose_weight_the_network_changes_stays_as_it_was():
+    class Growing(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("weight", torch.randn(4, 4, 1, 1))
+
+        def forward(self, x):
+            self.weight.mul_(2)
+            return F.conv2d(x, self.weight).relu()
+
+    net, x = Growing().eval(), torch.randn(2, 4, 5, 5)
+    module, layers = fuse(capture(net, x).parts[0])
+    assert layers == []
+    for _ in range(3):
+        torch.testing.assert_close(module(x), net(x))
 
 
 def test_norms_without_weights_or_with_batch_statistics():

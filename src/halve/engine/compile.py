@@ -3,12 +3,14 @@
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from halve.engine.compiled import Compiled, missing
 from halve.engine.fuse import fuse
 from halve.engine.guards import Guards
 from halve.engine.lower import lower_
+from halve.engine.parts import CapturedPart
 from halve.errors import EngineError, ModelError
 from halve.graph import Captured, capture
 from halve.masks.apply import Changed, apply
@@ -48,20 +50,29 @@ def compile(
     True
     """
     inputs = example if isinstance(example, tuple) else (example,)
-    if not inputs or not all(isinstance(x, Tensor) and x.dim() for x in inputs):
-        raise EngineError("the example must be a tensor of images, or a tuple of tensors, as the model takes them")
+    _check_example(model, inputs)
     device = inputs[0].device
     floating = [x.dtype for x in inputs if x.is_floating_point()]
     computed = dtype or (floating[0] if floating else torch.float32)
+    if not computed.is_floating_point:
+        raise EngineError(f"dtype={computed}: networks are computed in float16, bfloat16 or float32")
     masked = apply(model, masks, permute=bool(masks.moves), changed=changed).eval().to(device).float()
     with torch.no_grad():
-        captured = capture(masked, tuple(_in_float(x) for x in inputs), free_size=True)
+        captured = _captured(masked, tuple(_in_float(x) for x in inputs))
         body, left = _body(masked, captured)
+        alone = not captured.whole or _holds_for_one(masked, body, inputs)
         _convert_(body, computed)
         fast = Compiled(body, inputs, computed, left)
         if captured.whole:
-            part = captured.parts[0]
-            fast.hold_for(part.sizes(), Guards.of(part.program, masked.forward))
+            part, sizes = captured.parts[0], captured.parts[0].sizes()
+            if not alone:
+                sizes = tuple(((max(least, 2), most), *rest) for (least, most), *rest in sizes)
+            fast.hold_for(sizes, Guards.of(part.program, masked.forward))
+        try:
+            fast.check_sizes(inputs)
+        except EngineError as error:
+            name = type(model).__name__
+            raise ModelError(f"{name} is captured with two images, and that does not hold for all: {error}") from error
         try:
             fast(*inputs)
         except EngineError:
@@ -72,14 +83,37 @@ def compile(
             raise EngineError(
                 f"{type(model).__name__} does not run in {computed} ({error}); leave out dtype= or use another"
             ) from error
+    for name, module in body.named_modules():
+        if isinstance(module, CapturedPart) and module.other is not None:
+            left[name] = f"runs as it was in calls with {module.other}"
     reason = missing(device, computed)
-    if reason is None and not any(layer.halved for layer in fast.layers):
-        reason = "no layer that was captured is 2:4 along its input channels"
+    if reason is None and not any(way.startswith("sparse") for layer in fast.layers for way in layer.possible()):
+        reason = "no layer that was captured is 2:4 along its input channels, in blocks of four"
     if reason is not None:
         fast.fall_back(reason)
     elif like is not None:
         fast.take_plan_of(like)
     return fast.warmup([len(inputs[0]), *batch_sizes, *fast.plan.batches])
+
+
+def _check_example(model: nn.Module, inputs: tuple[Any, ...]) -> None:
+    if not inputs or not all(isinstance(x, Tensor) and x.dim() for x in inputs):
+        raise EngineError("the example must be a tensor of images, or a tuple of tensors, as the model takes them")
+    if any(tensor.is_meta for tensor in (*inputs, *model.parameters(), *model.buffers())):
+        raise EngineError("the example and the model must have numbers, and tensors on meta have none")
+    if len({len(x) for x in inputs}) > 1 or not len(inputs[0]):
+        raise EngineError(
+            f"the example's inputs have shapes {[tuple(x.shape) for x in inputs]}: their first dimension must be the "
+            f"same number of images, at least one; what has no such dimension belongs into the model"
+        )
+
+
+def _captured(masked: nn.Module, inputs: tuple[Tensor, ...]) -> Captured:
+    """With images of any size, where the conditions that this takes can be understood."""
+    captured = capture(masked, inputs, free_size=True)
+    if captured.whole and Guards.of(captured.parts[0].program, masked.forward).broken(inputs):
+        return capture(masked, inputs)
+    return captured
 
 
 def _body(masked: nn.Module, captured: Captured) -> tuple[nn.Module, dict[str, str]]:
@@ -91,10 +125,21 @@ def _body(masked: nn.Module, captured: Captured) -> tuple[nn.Module, dict[str, s
         lower_(module)
         if not part.name:
             return module, left
-        body.set_submodule(part.name, module)
+        body.set_submodule(part.name, CapturedPart(part, module, masked.get_submodule(part.name)))
     if captured.reason:
         left["the network"] = f"in {len(captured.parts)} parts: {captured.reason}"
     return body, left
+
+
+def _holds_for_one(masked: nn.Module, body: nn.Module, inputs: tuple[Tensor, ...]) -> bool:
+    """Whether the graph, captured with two images, gives what the model gives for one: its code may set that apart."""
+    one = tuple(_in_float(x[:1]) for x in inputs)
+    try:
+        given, wanted = (pytree.tree_flatten(net(*(x.clone() for x in one))) for net in (body, masked))
+    except Exception:  # the model's own code: what does not run on one image is not asked to
+        return False
+    shapes = [[x.shape if isinstance(x, Tensor) else x for x in leaves] for leaves, _ in (given, wanted)]
+    return given[1] == wanted[1] and shapes[0] == shapes[1]
 
 
 def _convert_(body: nn.Module, dtype: torch.dtype) -> None:

@@ -1,13 +1,16 @@
 """A network that was compiled: a module for inference that takes the place of the model."""
 
+import contextlib
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.fx import GraphModule
+from torch.fx.node import map_aggregate
 
 from halve.engine import ops
 from halve.engine.cuda import driver, jit
@@ -21,6 +24,7 @@ from halve.errors import EngineError, EngineWarning
 from halve.graph import Sizes
 
 _NHWC = torch.channels_last
+_MOST_SHAPES = 4096  # that are remembered as fitting
 
 
 class Compiled(nn.Module):
@@ -41,39 +45,40 @@ class Compiled(nn.Module):
         self.body = body
         self.plan = Plan({}, left)
         self.dtype, self.input_dtypes = dtype, tuple(x.dtype for x in example)
+        self.output_dtype = next((x.dtype for x in example if x.is_floating_point()), dtype)
         self.reason: str | None = None  # why nothing runs sparse
-        self.example = tuple(x[:1].cpu() for x in example)
-        self._sizes: Sizes = ()
-        self._guards: Guards | None = None
+        self.example = tuple(x[:1].detach().clone().cpu() for x in example)  # our own: the caller's may change
+        self.sizes: Sizes = ()
+        self.guards: Guards | None = None
         self._fitting: set[Shapes] = set()  # shapes that were looked at
         self._recordings = Recordings()
-        self.device = self._where()  # kept: looking for it would take longer than a small network
+        self.device = example[0].device  # a graph may hold constants that lie elsewhere
 
     def hold_for(self, sizes: Sizes, guards: Guards) -> None:
         """Refuse inputs of shapes that the graph does not hold for."""
-        self._sizes, self._guards = sizes, guards
+        self.sizes, self.guards = sizes, guards
 
     @property
     def layers(self) -> list[Layer]:
         """The layers that can run in several ways."""
         return [module for module in self.modules() if isinstance(module, Layer)]
 
-    def _where(self) -> torch.device:
-        found = next(self.body.buffers(), next(self.body.parameters(), None))
-        return torch.device("cpu") if found is None else found.device
-
     def forward(self, *inputs: Any) -> Any:
         if torch.compiler.is_compiling():
-            return self._run(*inputs)
+            return self._run(*(x.detach() if isinstance(x, Tensor) else x for x in inputs))
         self._check(inputs)
         with torch.no_grad():
-            if self._recordings.known and self._recordings.has(inputs) and not torch.cuda.is_current_stream_capturing():
-                return self._recordings.replay(inputs)
-            return self._run(*inputs)
+            if self.device.type != "cuda":
+                return self._run(*inputs)
+            recording = self._recordings.of(inputs)
+            if recording is not None and not torch.cuda.is_current_stream_capturing():
+                return self._recordings.replay(inputs, recording)
+            with self._recordings.planning:
+                return self._run(*inputs)
 
     def _run(self, *inputs: Any) -> Any:
         outputs = self.body(*(self.entering(x) for x in inputs))
-        if all(dtype == self.dtype for dtype in self.input_dtypes):
+        if self.output_dtype == self.dtype:
             return outputs
         return pytree.tree_map_only(Tensor, self._leaving, outputs)
 
@@ -84,7 +89,7 @@ class Compiled(nn.Module):
         return x.to(self.dtype, memory_format=_NHWC) if x.dim() == 4 else x.to(self.dtype)
 
     def _leaving(self, y: Tensor) -> Tensor:
-        return y.to(self.input_dtypes[0]) if y.dtype == self.dtype else y
+        return y.to(self.output_dtype) if y.dtype == self.dtype else y
 
     def _check(self, inputs: tuple[Any, ...]) -> None:
         if len(inputs) != len(self.input_dtypes):
@@ -99,22 +104,25 @@ class Compiled(nn.Module):
             if x.dim() != example.dim():
                 raise EngineError(f"the input has shape {tuple(x.shape)}, the example had {('N', *example.shape[1:])}")
         if shapes_of(inputs) not in self._fitting:
-            self._check_sizes(inputs)
+            self.check_sizes(inputs)
+            if len(self._fitting) >= _MOST_SHAPES:
+                self._fitting.clear()
             self._fitting.add(shapes_of(inputs))
 
-    def _check_sizes(self, inputs: tuple[Tensor, ...]) -> None:
-        for x, limits in zip(inputs, self._sizes, strict=False):
+    def check_sizes(self, inputs: tuple[Tensor, ...]) -> None:
+        """Raise where the graph does not hold for inputs of these shapes."""
+        for x, limits in zip(inputs, self.sizes, strict=False):
             fits = len(limits) == x.dim() and all(
                 least <= size and (most is None or size <= most)
                 for size, (least, most) in zip(x.shape, limits, strict=True)
             )
             if not fits:
-                wanted = ", ".join("any" if most is None else str(most) for _, most in limits)
+                wanted = ", ".join(map(_range, limits))
                 raise EngineError(
                     f"the input has shape {tuple(x.shape)}, the network was captured for ({wanted}): "
                     f"compile it again with an example of that shape"
                 )
-        if self._guards is not None and (broken := self._guards.broken(inputs)):
+        if self.guards is not None and (broken := self.guards.broken(inputs)):
             raise EngineError(
                 f"the network was captured for inputs with {broken}, not {[tuple(x.shape) for x in inputs]}: "
                 f"compile it again with an example of that shape"
@@ -129,15 +137,28 @@ class Compiled(nn.Module):
             return self
         for size in dict.fromkeys(batch_sizes):
             inputs = tuple(self._varied(x, size) for x in self.example)
-            with torch.no_grad(), torch.cuda.device(self.device), best_algorithms():
+            self._check(inputs)
+            with self._recordings.planning, torch.no_grad(), torch.cuda.device(self.device), best_algorithms():
                 if size not in self.plan.batches:
-                    self._plan(size, inputs)
+                    with self._as_before_if_it_fails():
+                        self._plan(size, inputs)
                 self._record(inputs)
         return self
 
     def _varied(self, x: Tensor, size: int) -> Tensor:
         x = x.to(self.device).expand(size, *x.shape[1:])
         return x.contiguous(memory_format=_NHWC) if x.dim() == 4 else x.contiguous()
+
+    @contextlib.contextmanager
+    def _as_before_if_it_fails(self) -> Iterator[None]:
+        """Planning puts layers into ways by turns: where it breaks off, memory for one, none may be left in one."""
+        before = [(layer, dict(layer.ways)) for layer in self.layers]
+        try:
+            yield
+        except BaseException:
+            for layer, ways in before:
+                layer.take(ways)
+            raise
 
     def _plan(self, size: int, inputs: tuple[Tensor, ...]) -> None:
         """Time each layer by itself, then whole networks with layers sparse above some bar, and take the best."""
@@ -168,7 +189,7 @@ class Compiled(nn.Module):
 
     def _record(self, inputs: tuple[Tensor, ...]) -> None:
         try:
-            self._recordings.record(self._run, inputs)
+            self._recordings.record(self._run, inputs, (*self.body.buffers(), *self.body.parameters()))
         except RuntimeError as error:  # a part of the network may do what cannot be recorded
             first = (str(error).splitlines() or [""])[0]
             self.plan.left.setdefault("CUDA graph", f"not recorded: {first[:120]}")
@@ -179,9 +200,16 @@ class Compiled(nn.Module):
         return self
 
     def _apply(self, *args: Any, **kwargs: Any) -> "Compiled":
+        moved = args[0](torch.empty(0, dtype=self.dtype, device=self.device))
+        if moved.dtype != self.dtype:
+            raise EngineError(
+                f"the network was compiled to compute in {self.dtype}: compile the model again with dtype={moved.dtype}"
+            )
         self._recordings = Recordings()  # they hold the addresses of weights that move now
         super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
-        self.device = self._where()
+        if moved.device != self.device:
+            move_(self.body, self.device, moved.device)
+        self.device = moved.device
         return self
 
     def take_plan_of(self, other: "Compiled") -> None:
@@ -207,6 +235,24 @@ class Compiled(nn.Module):
             layer.take({1: DENSE})
         warnings.warn(f"running dense: {reason}", EngineWarning, stacklevel=3)
         return self
+
+
+def _range(limits: tuple[int, int | None]) -> str:
+    least, most = limits
+    return str(most) if most is not None else f"{least} or more" if least else "any"
+
+
+def move_(body: nn.Module, old: torch.device, new: torch.device) -> None:
+    """What graphs make along the way, such as positions, is made on the new device."""
+
+    def moved(value: Any) -> Any:
+        return new if isinstance(value, torch.device) and value.type == old.type else value
+
+    for module in body.modules():
+        if isinstance(module, GraphModule):
+            for node in module.graph.nodes:
+                node.args, node.kwargs = map_aggregate(node.args, moved), map_aggregate(node.kwargs, moved)
+            module.recompile()
 
 
 def missing(device: torch.device, dtype: torch.dtype) -> str | None:

@@ -1,7 +1,8 @@
 """A captured network with BatchNorm folded into weights, and bias, residual and activation fused into the layer.
 
 Works on the graph of ATen operations: a convolution or Linear layer takes in what follows it as long as nobody else
-reads the values in between. Whatever is not understood stays as it was.
+reads the values in between, and nothing that it reads is written to meanwhile. Whatever is not understood stays as it
+was.
 """
 
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from halve.engine import ops
+from halve.engine.alias import origin, writes_between, written
 from halve.graph import Part
 
 _ATEN = torch.ops.aten
@@ -27,7 +29,12 @@ _ACTIVATIONS: dict[Any, str] = {
     _ATEN.hardswish.default: "hardswish",
     _ATEN.hardswish_.default: "hardswish",
 }
-_IDLE = (_ATEN.dropout.default, _ATEN.dropout_.default, _ATEN.feature_dropout.default)  # at inference
+_IDLE = tuple(  # unless they are told to train
+    getattr(_ATEN, name).default
+    for kind in ("dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout")
+    for name in (kind, f"{kind}_")
+)
+_ASSERTIONS = (_ATEN._assert_tensor_metadata.default,)  # of the type that was captured, not of the one computed in
 
 
 @dataclass(frozen=True)
@@ -57,11 +64,15 @@ def fuse(part: Part) -> tuple[GraphModule, list[Fused]]:
     module.requires_grad_(False)
     graph = module.graph
     for node in list(graph.nodes):
-        if node.target in _IDLE:
+        if node.target in _IDLE and node.args[2] is False:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
+        elif node.target in _ASSERTIONS:
+            graph.erase_node(node)
+    changing = {origin(value) for node in graph.nodes for value in written(node)}
     layers = []
-    for number, node in enumerate([node for node in graph.nodes if _is_layer(node)]):
+    nodes = [node for node in graph.nodes if _is_layer(node) and not changing.intersection(node.all_input_nodes[1:])]
+    for number, node in enumerate(nodes):
         layers.append(_Layer(module, node, part.module_of(node), number).fuse())
     graph.eliminate_dead_code()
     module.delete_all_unused_submodules()
@@ -114,8 +125,11 @@ class _Layer:
     def _take(self, into: Callable[[Node], bool]) -> bool:
         """Let the layer take in the one operation that reads it so far, if it can."""
         readers = list(self.last.users)
-        if len(readers) != 1 or not into(readers[0]):
+        if len(readers) != 1:
             return False
+        read = {*self.node.all_input_nodes, *([] if self.residual is None else [self.residual])}
+        if writes_between(self.last, readers[0], read) or not into(readers[0]):
+            return False  # the fused layer stands where the reader stood, and would read what was written
         self.chain.append(readers[0])
         return True
 
@@ -125,6 +139,8 @@ class _Layer:
         if self.node.target is _ATEN.linear.default and len(self.node.meta["val"].shape) != 2:
             return False  # BatchNorm1d over tokens normalises along dimension 1, not the last
         gain, shift, mean, variance = (self._tensor(argument) for argument in node.args[1:5])
+        if any(isinstance(argument, Node) and not _held(argument) for argument in node.args[1:5]):
+            return False  # computed along the way
         if mean is None or variance is None or self.weight is None:
             return False
         factor = (variance.double() + float(node.args[7])).rsqrt()  # type: ignore[arg-type]
@@ -149,8 +165,8 @@ class _Layer:
             or value.dtype != self.last.meta["val"].dtype
         ):
             return False
-        in_place = node.target is _ATEN.add_.Tensor
-        if in_place and node.args[0] is theirs and len(theirs.users) > 1:
+        own = theirs.op == "call_function" and origin(theirs) is theirs and len(theirs.users) == 1
+        if theirs in written(node) and not own:
             return False  # others would see the sum in what they read
         self.residual = theirs
         return True

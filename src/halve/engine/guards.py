@@ -6,7 +6,7 @@ They are looked at as expressions of sizes and whole numbers and never run as co
 import ast
 import inspect
 import operator
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,6 +26,7 @@ _OPERATIONS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }
+_LONGEST = 200  # of a condition, when it is shown
 _FUNCTIONS: dict[str, Callable[..., int]] = {"max": max, "Max": max, "sym_max": max, "min": min, "sym_min": min}
 
 
@@ -54,19 +55,31 @@ class Guards:
         given: dict[str, Any] = {}
         for index, name in enumerate(self.names[: max(len(inputs), 1)]):
             given[name.lstrip("*")] = inputs[index:] if name.startswith("*") else inputs[index]
+        return self.unmet(given)
+
+    def unmet(self, given: Mapping[str, Any]) -> str | None:
+        """As `broken`, of arguments by name."""
         for condition in self.conditions:
-            if condition.endswith(" != 1"):
-                continue  # torch.export sets sizes of 1 apart; the operations of the graph do not
             try:
-                holds = _value(ast.parse(condition, mode="eval").body, given)
+                parsed = ast.parse(condition, mode="eval").body
+                holds = _sets_one_apart(parsed) or _value(parsed, given)
             except (KeyError, TypeError, ValueError, IndexError, ZeroDivisionError, SyntaxError):
                 holds = False
             if not holds:
-                return condition.replace("L['", "").replace("']", "")
+                text = condition.replace("L['", "").replace("']", "")
+                return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
         return None
 
 
-def _value(node: ast.AST, given: dict[str, Any]) -> Any:
+def _sets_one_apart(node: ast.AST) -> bool:
+    """Whether a condition is that a size is not 1: torch.export asks for it, the operations of the graph do not."""
+    match node:
+        case ast.Compare(ops=[ast.NotEq()], comparators=[ast.Constant(value=1)]):
+            return True
+    return False
+
+
+def _value(node: ast.AST, given: Mapping[str, Any]) -> Any:
     match node:
         case ast.Constant(value=int() | str() as value):
             return value
@@ -85,8 +98,12 @@ def _value(node: ast.AST, given: dict[str, Any]) -> Any:
             if not isinstance(tensor, Tensor):
                 raise TypeError(f"size of a {type(tensor).__name__}")
             return tuple(tensor.shape)
+        case ast.UnaryOp(op=ast.Not(), operand=operand):
+            return not _value(operand, given)
         case ast.BoolOp(op=ast.And(), values=values):
             return all(_value(value, given) for value in values)
+        case ast.BoolOp(op=ast.Or(), values=values):
+            return any(_value(value, given) for value in values)
         case ast.Call(func=ast.Name(id=name) | ast.Attribute(value=ast.Name(id="torch"), attr=name), args=arguments):
             return _FUNCTIONS[name](*(_value(argument, given) for argument in arguments))
     raise ValueError(f"unknown expression {ast.dump(node)[:80]}")

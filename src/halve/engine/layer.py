@@ -40,7 +40,7 @@ class Layer(nn.Module):
     def __init__(self, name: str, geometry: Geometry, weight: Tensor, bias: Tensor | None, *, linear: bool) -> None:
         super().__init__()
         self.name, self.geometry, self.linear = name, geometry, linear
-        self.register_buffer("bias", bias)
+        self.register_buffer("bias", None if bias is None else bias.to(weight.dtype))
         self.register_buffer("bias32", None if bias is None else bias.float())
         for form in ("weight", "values", "metadata", "twin"):
             self.register_buffer(form, None)
@@ -54,7 +54,21 @@ class Layer(nn.Module):
             return DENSE
         return self.ways[min(self.ways, key=lambda known: abs(math.log(known / max(pixels, 1))))]
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """That the layer computes in."""
+        form = self.weight
+        if form is None:
+            form = self.twin if self.values is None else self.values
+        assert form is not None
+        return form.dtype
+
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
+        dtype = self.dtype
+        if x.dtype != dtype:  # after what a model computes in another type on purpose, a softmax say
+            x = x.to(dtype)
+        if residual is not None and residual.dtype != dtype:
+            residual = residual.to(dtype)
         if torch.compiler.is_compiling():  # sizes are unknown then
             return self.run(x, residual, next(iter(self.ways.values()), DENSE))
         return self.run(x, residual, self.way_for(pixels_of(x, self.linear)))
@@ -79,13 +93,13 @@ class Layer(nn.Module):
 
     def possible(self, twins: bool = True) -> list[str]:
         """The ways that the layer's weight and type allow on a GPU that can run our kernels."""
-        geometry, weight = self.geometry, self.dense()
+        geometry = self.geometry
         ways = [DENSE]
         if not self.linear and geometry.activation == "relu":
             ways.append("cudnn")
         if geometry.pointwise:
             ways.append("gemm")
-        if geometry.groups == 1 and geometry.channels % 4 == 0 and weight.dtype in conv.DTYPES:
+        if geometry.groups == 1 and geometry.channels % 4 == 0 and self.dtype in conv.DTYPES:
             ways += [f"sparse {tile}" for tile in conv.TILES] if self.halved else []
             ways += [f"twin {tile}" for tile in conv.TILES] if twins else []
         return ways
@@ -142,7 +156,7 @@ def pixels_of(x: Tensor, linear: bool) -> Any:
 
 
 def _is_two_of_four(weight: Tensor) -> bool:
-    """Whether no block of four input channels holds more than two weights, and some hold fewer than four."""
+    """Whether no block of four input channels holds more than two weights."""
     channels = weight.shape[1]
     kept = (weight != 0).reshape(len(weight), channels, -1).transpose(1, 2)
     kept = torch.nn.functional.pad(kept, (0, -channels % 4))

@@ -57,8 +57,7 @@ def _layer(module: GraphModule, node: Node, name: str) -> Layer | None:
     kernel = (1, 1) if linear else (int(weight.shape[2]), int(weight.shape[3]))
     sizes |= {"kernel": kernel, "groups": given.get("groups", 1), "activation": given["activation"]}
     geometry = Geometry(len(weight), int(weight.shape[1]), **sizes)
-    bias = tensors["bias"]
-    return Layer(name, geometry, weight, None if bias is None else bias.to(weight.dtype), linear=linear)
+    return Layer(name, geometry, weight, tensors["bias"], linear=linear)
 
 
 def _arguments(node: Node) -> dict[str, Any]:

@@ -62,7 +62,7 @@ def _conv2d_on_gpu(
     activation: str,
     way: str = "torch",
 ) -> Tensor:
-    if way == "cudnn" and activation == "relu":
+    if way == "cudnn" and activation == "relu" and x.numel():  # a library that refuses to do nothing
         geometry = (stride, padding, dilation, groups)
         if residual is None:
             return torch.cudnn_convolution_relu(x, weight, bias, *geometry)
@@ -193,6 +193,8 @@ def _packed_linear(
     tile: str,
 ) -> Tensor:
     """As `linear`, of a weight of so many rows that is packed: each row of x is a pixel of one tall image."""
+    if not x.numel():
+        return x.new_empty(*x.shape[:-1], rows)  # an image without pixels is none to PyTorch
     run = _packed_conv2d_on_gpu if x.is_cuda else _packed_conv2d
     shape = [rows, x.shape[-1], 1, 1]
     image, added = _as_image(x), None if residual is None else _as_image(residual)

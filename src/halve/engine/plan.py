@@ -124,11 +124,10 @@ def _timed(layer: Layer, x: Tensor, residual: Tensor | None, memory: Memory) -> 
     key = "|".join(map(str, (geometry, tuple(x.shape), x.dtype, residual is not None, layer.linear, layer.halved)))
     times = memory.recall(key, ways) if len(ways) > 1 else {}
     if times is None:
-        before, ways_before = layer.ways, list(layer.ways.values())
-        layer.hold([*ways, *ways_before])
+        before = list(layer.ways.values())
+        layer.hold([*ways, *before])
         times = _measured(layer, x, residual, ways)
-        layer.hold([*ways_before, DENSE])
-        layer.ways = before
+        layer.hold([*before, DENSE])
         memory.remember(key, times)
     right = {way: time for way, time in times.items() if time != float("inf")}
     return Timed(layer, int(pixels_of(x, layer.linear)), shape, right)

@@ -15,6 +15,7 @@ from torch import Tensor
 
 MOST = 16  # recordings of one model; the oldest makes room
 Shapes = tuple[tuple[int, ...], ...]
+Recording = tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...], Any, tuple[Tensor, ...]]  # inputs, outputs, weights
 
 
 class Recordings:
@@ -22,14 +23,15 @@ class Recordings:
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
-        self.known: dict[Shapes, tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...], Any]] = {}
+        self.planning = threading.RLock()  # held while layers change their ways; calls without a recording wait
+        self.known: dict[Shapes, Recording] = {}
         self.pool: Any = None
         self.stream: torch.cuda.Stream | None = None
         self.done: torch.cuda.Event | None = None
         self.last: torch.cuda.Stream | None = None
 
-    def record(self, run: Callable[..., Any], inputs: tuple[Tensor, ...]) -> None:
-        """Record a run on inputs of these shapes."""
+    def record(self, run: Callable[..., Any], inputs: tuple[Tensor, ...], weights: tuple[Tensor, ...] = ()) -> None:
+        """Record a run on inputs of these shapes. It reads the weights by address: they are kept as long as it is."""
         device = inputs[0].device
         with self.lock, torch.cuda.device(device), torch.no_grad():
             torch.cuda.synchronize()
@@ -50,15 +52,15 @@ class Recordings:
             self.known.pop(shapes_of(inputs), None)
             while len(self.known) >= MOST:
                 self.known.pop(next(iter(self.known)))
-            self.known[shapes_of(inputs)] = graph, places, outputs
+            self.known[shapes_of(inputs)] = graph, places, outputs, weights
 
-    def has(self, inputs: tuple[Tensor, ...]) -> bool:
-        return shapes_of(inputs) in self.known
+    def of(self, inputs: tuple[Tensor, ...]) -> Recording | None:
+        return self.known.get(shapes_of(inputs))
 
-    def replay(self, inputs: tuple[Tensor, ...]) -> Any:
-        """The outputs for these inputs, on the current stream."""
+    def replay(self, inputs: tuple[Tensor, ...], recording: Recording | None = None) -> Any:
+        """The outputs for these inputs, on the current stream. A recording that was found may have made room since."""
         with self.lock, _on(inputs[0].device):
-            graph, places, outputs = self.known[shapes_of(inputs)]
+            graph, places, outputs, _ = recording or self.known[shapes_of(inputs)]
             stream = torch.cuda.current_stream()
             if self.done is not None and self.last != stream:
                 stream.wait_event(self.done)  # whoever ran before may still read and write the shared memory

@@ -15,13 +15,13 @@ from torch import nn
 from torch.export import Dim
 from torch.fx import GraphModule
 
-from halve.engine.compiled import Compiled
+from halve.engine import ops
+from halve.engine.compiled import Compiled, missing, move_
 from halve.engine.guards import Guards
-from halve.engine.layer import Layer
+from halve.engine.layer import DENSE, Layer
 from halve.engine.lower import lower_
 from halve.engine.plan import Plan
 from halve.errors import EngineError, FileError
-from halve.graph import Part
 from halve.masks.storage import write_atomically
 
 _ABOUT = "halve.json"
@@ -30,15 +30,19 @@ _VERSION = 1
 
 def save(fast: Compiled, path: str | Path) -> None:
     """Write a compiled network to a file, whole or not at all."""
-    if not isinstance(fast.body, GraphModule):
+    if not isinstance(fast.body, GraphModule) or fast.guards is None:
         raise EngineError(
             "the network was captured in parts, around code of its own, and cannot be saved: compile it again where it "
             "is needed; what was timed is remembered"
         )
     body: nn.Module = copy.deepcopy(fast.body).cpu()
+    move_(body, fast.device, torch.device("cpu"))
     for layer in body.modules():
-        if isinstance(layer, Layer) and layer.weight is not None:
-            layer.weight = layer.weight.contiguous()  # the format stores nothing else without complaint
+        if isinstance(layer, Layer):
+            ours = [way for way in layer.ways.values() if way not in ops.DENSE_WAYS]
+            layer.take({1: (ours or [DENSE])[0]})  # one form is stored: a packed one has the bias in single precision
+            if layer.weight is not None:
+                layer.weight = layer.weight.contiguous()  # the format stores nothing else without complaint
     inputs = tuple(fast.entering(torch.cat([x, x])) for x in fast.example)
     shapes = tuple(dict.fromkeys((0, 2, 3) if x.dim() == 4 else (0,), Dim.AUTO) for x in inputs)
     with torch.no_grad():
@@ -50,6 +54,8 @@ def save(fast: Compiled, path: str | Path) -> None:
             {"dtype": _name(dtype), "shape": list(x.shape)}
             for dtype, x in zip(fast.input_dtypes, fast.example, strict=True)
         ],
+        "sizes": fast.sizes,
+        "guards": {"names": fast.guards.names, "conditions": fast.guards.conditions},
         "device": fast.device.type,
         "reason": fast.reason,
         "plan": fast.plan.as_json(),
@@ -87,6 +93,8 @@ def load(path: str | Path, device: str | torch.device | None = None) -> Compiled
     if device is None:
         device = about["device"] if about["device"] != "cuda" or torch.cuda.is_available() else "cpu"
     fast = fast.to(device)
+    if about["device"] == "cuda" and (reason := missing(fast.device, fast.dtype)) is not None and fast.reason is None:
+        fast.fall_back(reason)
     return fast.warmup(list(fast.plan.batches))
 
 
@@ -99,7 +107,8 @@ def _built(program: torch.export.ExportedProgram, about: dict[str, Any]) -> Comp
         layer.take({int(pixels): way for pixels, way in known["ways"].items()})
     example = tuple(torch.zeros(x["shape"], dtype=getattr(torch, x["dtype"])) for x in about["inputs"])
     fast = Compiled(body, example, getattr(torch, about["dtype"]), {})
-    fast.hold_for(Part("", program, {}).sizes(), Guards.of(program, _Called.forward_of_inputs))
+    sizes = tuple(tuple((least, most) for least, most in limits) for limits in about["sizes"])
+    fast.hold_for(sizes, Guards(*(tuple(about["guards"][key]) for key in ("names", "conditions"))))
     fast.plan, fast.reason = Plan.from_json(about["plan"]), about["reason"]
     return fast
 
@@ -113,10 +122,6 @@ class _Called(nn.Module):
 
     def forward(self, *inputs: Any) -> Any:
         return self.body(*inputs)
-
-    @staticmethod
-    def forward_of_inputs(*inputs: Any) -> None:
-        """The signature alone."""
 
 
 def _in_order(body: GraphModule) -> list[Layer]:

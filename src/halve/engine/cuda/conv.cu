@@ -3,14 +3,15 @@
 //   D[out channel, pixel] = sum over taps and channels of W[out channel, tap, channel] * X[pixel shifted by tap, channel]
 //
 // W comes packed in the instruction's order (see pack.py), 2:4 sparse or dense, and is read straight into registers.
-// X is NHWC. A tile of 128 pixels by 64 channels of one tap is copied to shared memory at a time, three tiles in flight;
+// X is NHWC. A tile of TILE_N pixels by 64 channels of one tap is copied to shared memory at a time, three in flight;
 // rows of 128 bytes, their 16-byte pieces swizzled by the row, so that ldmatrix meets no bank twice. Pixels outside of the
 // image and channels past the last are filled with zeros by the copy itself.
 //
 // Defined when compiled: SPARSE (0, 1), BF16 (0, 1), PIECE (channels that one copy moves: 8, or 4 where the channels are
-// no multiple of 8), ACTIVATION (0 none, 1 relu, 2 gelu, 3 silu, 4 hardswish), and the tile: a warp makes ROW_TILES x 16 output channels by PIXEL_TILES x 8 pixels, and a block has
-// WARPS_M x WARPS_N x WARPS_K warps. Warps with the same place along K are a team: they take every WARPS_K-th step,
-// copy for themselves and wait for each other alone. Several teams share one tile, for layers with few tiles.
+// no multiple of 8), ACTIVATION (0 none, 1 relu, 2 gelu, 3 silu, 4 hardswish), and the tile: a warp makes ROW_TILES x 16
+// output channels by PIXEL_TILES x 8 pixels, and a block has WARPS_M x WARPS_N x WARPS_K warps. Warps with the same place
+// along K are a team: they take every WARPS_K-th step, copy for themselves and wait for each other alone. Several teams
+// share one tile, for layers with few tiles.
 
 typedef unsigned short u16;
 typedef unsigned int u32;

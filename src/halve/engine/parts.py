@@ -1,0 +1,72 @@
+"""A part of a network that was captured by itself, beside the module that it was captured from.
+
+The network's own code calls it, as it likes: several times, with other arguments than the first time, or reaching for
+what is inside of it. The graph runs the calls that it holds for, the module all others.
+"""
+
+import inspect
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from halve.engine.guards import Guards
+from halve.engine.recorded import shapes_of
+from halve.graph import Part
+
+_MOST_SHAPES = 4096  # that are remembered
+
+
+class CapturedPart(nn.Module):
+    """`other` says what was different in calls that the graph did not hold for, the last of them."""
+
+    def __init__(self, part: Part, graph: nn.Module, module: nn.Module) -> None:
+        super().__init__()
+        self.graph, self.module = graph, module
+        self.sizes, self.guards = part.sizes(), Guards.of(part.program, module.forward)
+        leaves, self.structure = pytree.tree_flatten(part.program.example_inputs)
+        self.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        self.other: str | None = None
+        self._known: dict[Any, str | None] = {}  # what was found of shapes
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if (why := self._unfit(args, kwargs)) is not None:
+            self.other = why
+            return self.module(*args, **kwargs)
+        return self.graph(*args, **kwargs)
+
+    def _unfit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        leaves, structure = pytree.tree_flatten((args, kwargs))
+        if structure != self.structure:
+            return "other arguments"
+        for leaf, constant in zip(leaves, self.constants, strict=True):
+            if not isinstance(leaf, Tensor) and (type(leaf) is not type(constant) or leaf != constant):
+                return f"{leaf!r} for {constant!r}"
+        tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        known, shapes = self._known, shapes_of(tensors)
+        if shapes in known:
+            return known[shapes]
+        given = inspect.signature(self.module.forward).bind(*args, **kwargs).arguments
+        why = self._of_other_shapes(tensors) or self.guards.unmet(given)
+        self._known = {**(known if len(known) < _MOST_SHAPES else {}), shapes: why}  # anew: others may be reading
+        return why
+
+    def _of_other_shapes(self, tensors: tuple[Tensor, ...]) -> str | None:
+        if len(tensors) != len(self.sizes):
+            return "other arguments"
+        for x, limits in zip(tensors, self.sizes, strict=True):
+            if len(limits) != x.dim() or not all(
+                least <= size and (most is None or size <= most)
+                for size, (least, most) in zip(x.shape, limits, strict=True)
+            ):
+                return f"shape {tuple(x.shape)}"
+        return None
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("module"), name)
+
+    def __getitem__(self, index: Any) -> Any:
+        return self.module[index]  # type: ignore[index]

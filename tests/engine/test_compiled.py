@@ -1,0 +1,220 @@
+"""Networks and inputs out of the ordinary."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+
+import halve
+from halve.engine import compiled as of_compiled
+from halve.engine import guards as of_guards
+from halve.engine import plan
+from halve.engine.memory import Memory
+from halve.errors import EngineError, EngineWarning, ModelError
+from tests.engine.test_compile import compiled, sparsely
+from tests.tiny import convnet, images
+
+
+class Net(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = (nn.Conv2d(4, 4, 3, padding=1) for _ in range(2))
+        self.how = how
+
+    def forward(self, *inputs):
+        return self.how(self, *inputs)
+
+
+def agree(how, example, *others, share=1e-4, **options):
+    """The compiled network, after checking that it gives what the masked model gives, packed, saved and loaded too."""
+    model = Net(how).eval()
+    masks = halve.prune(model, also="*")
+    fast = sparsely(compiled(model, masks, example, **options))
+    for inputs in (example, *others):
+        inputs = inputs if isinstance(inputs, tuple) else (inputs,)
+        with torch.no_grad():
+            expected, got = halve.apply(model, masks)(*inputs), fast(*inputs)
+        assert got.dtype == expected.dtype
+        assert (got - expected).abs().max() <= share * expected.abs().max()
+    return fast
+
+
+def test_images_of_whole_numbers_give_floating_outputs():
+    bytes_ = torch.randint(0, 255, (2, 4, 8, 8), dtype=torch.uint8)
+    assert agree(lambda n, x: n.a(x.float() / 255), bytes_)(bytes_).dtype == torch.float32
+    which = torch.tensor([1, 2])
+    agree(lambda n, y, x: n.a(x) * y.reshape(-1, 1, 1, 1), (which, images(2)))
+
+
+OF_A_TYPE = {
+    "a softmax in single precision": lambda n, x: n.b(n.a(x).float().softmax(1).type_as(x)),
+    "positions": lambda n, x: n.b(n.a(x) + torch.arange(x.shape[3], device=x.device, dtype=x.dtype)),
+    "a constant that is added": lambda n, x: n.b(n.a(x)) + torch.ones(x.shape[0], 1, 1, 1) * x,
+}
+
+
+@pytest.mark.parametrize("name", OF_A_TYPE)
+def test_code_that_names_a_type_runs_in_another(name):
+    agree(OF_A_TYPE[name], images(2), images(3), share=0.05, dtype=torch.bfloat16)
+
+
+def test_what_a_network_makes_along_the_way_moves_with_it():
+    fast = agree(OF_A_TYPE["positions"], images(2))
+    assert fast.to("meta")(images(2).to("meta")).shape == images(2).shape
+
+
+def test_code_that_sets_one_image_apart_is_not_asked_for_one():
+    fast = agree(lambda n, x: n.a(x)[0] if x.shape[0] == 1 else n.a(x), images(2), images(3))
+    with pytest.raises(EngineError, match="2 or more"):
+        fast(images(1))
+
+
+def test_models_that_fix_the_number_of_images_and_examples_without_one_are_refused():
+    with pytest.raises(ModelError, match="captured with two images"):
+        agree(lambda n, x: torch.stack([n.a(x)[i] for i in range(len(x))]), images(4))
+    for example in (images(2)[:0], (images(2), torch.ones(4))):
+        with pytest.raises(EngineError, match="first dimension"):
+            agree(lambda n, x, *_: n.a(x), example)
+    with pytest.raises(EngineError, match="meta"):
+        agree(lambda n, x: n.a(x), images(2).to("meta"))
+    with pytest.raises(EngineError, match=r"dtype=torch\.int8"):
+        agree(lambda n, x: n.a(x), images(2), dtype=torch.int8)
+
+
+def test_an_empty_batch_runs_packed():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
+    fast = sparsely(compiled(model, example=torch.randn(2, 8)))
+    assert fast(torch.randn(0, 8)).shape == (0, 4)
+
+
+def test_the_example_is_copied_and_has_no_gradient():
+    x = images(64).requires_grad_()
+    fast = compiled(convnet(), example=x)
+    assert fast.example[0].untyped_storage().nbytes() == x[:1].nbytes
+    assert not fast.example[0].requires_grad
+    assert not fast(x).requires_grad
+    assert not torch.compile(fast, backend="aot_eager")(x).requires_grad
+
+
+def test_another_type_is_refused_where_it_is_asked_for():
+    fast = compiled(convnet())
+    with pytest.raises(EngineError, match=r"compile the model again with dtype=torch\.float16"):
+        fast.half()
+    assert fast.float()(images(2)).dtype == torch.float32
+
+
+def test_shapes_that_fit_are_remembered_within_bounds(monkeypatch):
+    monkeypatch.setattr(of_compiled, "_MOST_SHAPES", 3)
+    fast = compiled(convnet())
+    for count in range(1, 9):
+        fast(images(count))
+    assert len(fast._fitting) <= 3
+
+
+def test_a_device_of_which_a_constant_alone_is_elsewhere():
+    fast = compiled(convnet())
+    fast.body.register_buffer("constant", torch.zeros((), device="meta"))
+    assert copy.deepcopy(fast).float()(images(2)).device.type == "cpu"
+
+
+def test_layers_whose_channels_are_no_blocks_of_four_count_for_nothing(monkeypatch):
+    monkeypatch.setattr("halve.engine.compile.missing", lambda *_: None)
+    model = nn.Sequential(nn.Conv2d(2, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1)).eval()
+    with pytest.warns(EngineWarning, match="no layer that was captured is 2:4"):
+        halve.compile(model, halve.MaskSet({}), torch.randn(2, 2, 4, 4).half())
+
+
+@pytest.fixture
+def planned(monkeypatch):
+    """A network that is planned on a CPU: times are made up, and `fail` makes the timing of whole networks fail."""
+    fast = sparsely(compiled(convnet(), dtype=torch.bfloat16))
+    state = {"fail": False}
+
+    def times(ways, rounds=5):
+        for call in ways.values():
+            call()
+        if state["fail"] and "dense" in ways:
+            raise torch.OutOfMemoryError("no memory left")
+        return {name: float(number) for number, name in enumerate(ways)}
+
+    monkeypatch.setattr(plan, "graph_times", times)
+    monkeypatch.setattr(of_compiled, "graph_times", times)
+    monkeypatch.setattr(Memory, "of", lambda device: Memory(None))
+    return fast, state
+
+
+def forms(fast):
+    names = ("weight", "values", "metadata", "twin")
+    return [(layer.ways, {name for name in names if getattr(layer, name) is not None}) for layer in fast.layers]
+
+
+def plan_it(fast, size):
+    with torch.no_grad(), fast._as_before_if_it_fails():
+        fast._plan(size, (images(size),))
+
+
+def test_planning_that_breaks_off_leaves_every_layer_as_it_was(planned):
+    fast, state = planned
+    before, expected = forms(fast), fast(images(2))
+    state["fail"] = True
+    with pytest.raises(torch.OutOfMemoryError):
+        plan_it(fast, 2)
+    assert forms(fast) == before
+    assert not fast.plan.batches
+    assert torch.equal(fast(images(2)), expected)
+
+
+def test_planning_keeps_the_forms_that_it_decided_for_and_no_others(planned):
+    fast, _ = planned
+    plan_it(fast, 2)
+    assert set(fast.plan.batches) == {2}
+    for layer, (ways, held) in zip(fast.layers, forms(fast), strict=True):
+        kinds = {way.partition(" ")[0] for way in ways.values()}
+        assert ("twin" in held) == ("twin" in kinds)
+        assert ("values" in held) == ("sparse" in kinds)
+        assert layer.dtype == torch.bfloat16
+
+
+def test_a_recording_that_had_to_make_room_can_still_be_replayed():
+    recordings = of_compiled.Recordings()
+    x = images(2)
+    recordings.known[((2, 4, 8, 8),)] = ("graph", (x,), x, ())
+    found = recordings.of((x,))
+    recordings.known.clear()
+    assert found is not None
+    assert recordings.of((x,)) is None
+    assert isinstance(copy.deepcopy(recordings).planning, type(threading.RLock()))
+
+
+def test_conditions_of_sizes_that_cannot_be_understood_fix_the_size(monkeypatch):
+    known = of_guards._value
+
+    def forgetful(node, given):
+        if isinstance(node, of_guards.ast.BinOp):
+            raise ValueError("unknown expression")
+        return known(node, given)
+
+    monkeypatch.setattr(of_guards, "_value", forgetful)
+    model = nn.Sequential(nn.Conv2d(4, 4, 1), nn.PixelUnshuffle(2), nn.Conv2d(16, 4, 1)).eval()
+    fast = compiled(model, halve.MaskSet({}))
+    assert fast(images(3)).shape == (3, 4, 4, 4)
+    with pytest.raises(EngineError, match=r"captured for \(any, 4, 8, 8\)"):
+        fast(torch.randn(2, 4, 6, 6))
+
+
+@pytest.mark.parametrize(
+    ("condition", "holds"),
+    [
+        ("L['x'].size()[0] == 5 or L['x'].size()[1] == 4", True),
+        ("L['x'].size()[0] == 5 or L['x'].size()[1] == 3", False),
+        ("not L['x'].size()[0] == 2", False),
+        ("L['x'].size()[0] != 1", True),
+        ("L['x'].size()[0] == 3 and L['x'].size()[1] != 1", False),
+        ("__import__('os').getpid() > 0", False),
+    ],
+)
+def test_conditions(condition, holds):
+    assert (of_guards.Guards(("x",), (condition,)).broken((images(2),)) is None) == holds

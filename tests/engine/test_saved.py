@@ -1,0 +1,68 @@
+import json
+
+import pytest
+import torch
+from torch import nn
+
+import halve
+from halve.engine import saved
+from halve.errors import EngineError, EngineWarning
+from tests.engine.test_compile import compiled, sparsely
+from tests.tiny import convnet, images
+
+
+class Larger(nn.Module):
+    """Treats large images otherwise."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 4, 3, padding=1)
+
+    def forward(self, x):
+        return self.conv(x) * 2 if x.shape[2] > 10 else self.conv(x)
+
+
+def test_a_loaded_network_refuses_what_the_saved_one_refuses(tmp_path):
+    fast = compiled(Larger().eval(), halve.MaskSet({}))
+    fast.save(tmp_path / "net.pt2")
+    again = halve.load_compiled(tmp_path / "net.pt2")
+    again.save(tmp_path / "twice.pt2")
+    for network in (fast, again, halve.load_compiled(tmp_path / "twice.pt2")):
+        assert network(images(3)).shape == (3, 4, 8, 8)
+        with pytest.raises(EngineError, match=r"x\.size\(\)\[2\] <= 10"):
+            network(torch.randn(2, 4, 12, 12))
+
+
+@pytest.mark.parametrize("ways", [{1: "sparse 64x64"}, {1: "torch", 1000: "sparse 64x64"}])
+def test_biases_are_loaded_to_the_bit(tmp_path, ways):
+    fast = compiled(convnet(), dtype=torch.bfloat16)
+    for layer in fast.layers:
+        layer.take(ways if layer.halved else {1: "torch"})
+    fast.save(tmp_path / "net.pt2")
+    again = halve.load_compiled(tmp_path / "net.pt2")
+    assert [layer.ways for layer in again.layers] == [layer.ways for layer in fast.layers]
+    assert all(
+        torch.equal(mine.bias32, theirs.bias32) and mine.bias.dtype == torch.bfloat16
+        for mine, theirs in zip(fast.layers, again.layers, strict=True)
+        if mine.halved
+    )
+    for count in (1, 50):
+        assert torch.equal(again(images(count)), fast(images(count)))
+
+
+def test_without_the_device_it_was_saved_from_it_runs_dense_and_says_so(tmp_path, monkeypatch):
+    fast = sparsely(compiled(convnet()))
+    fast.reason = None  # as on a GPU
+    with monkeypatch.context() as patch:
+        patch.setattr(saved, "json", _SayingCuda)
+        fast.save(tmp_path / "net.pt2")
+    with pytest.warns(EngineWarning, match="running dense"):
+        again = halve.load_compiled(tmp_path / "net.pt2")
+    assert {way for layer in again.layers for way in layer.ways.values()} == {"torch"}
+    torch.testing.assert_close(again(images(2)), fast(images(2)))
+
+
+class _SayingCuda:
+    @staticmethod
+    def dumps(about):
+        return json.dumps({**about, "device": "cuda"})
