@@ -90,9 +90,37 @@ def learn_gpu() -> str:
     return "\n".join(lines)
 
 
+SYSTEMS = {
+    "eager": "eager",
+    "compile": "torch.compile",
+    "compile_freezing": "with freezing",
+    "best_dense": "best dense",
+    "halve_dense": "our kernel, dense",
+    "halve": "halve",
+}
+
+
+def gpu() -> str:
+    """Whole networks on a GPU: milliseconds per batch, and the speed-up over the best dense form."""
+    records = json.loads((ROOT / "benchmarks/results/gpu.json").read_text())
+    found = {(r["network"], r["batch"], r["system"]): r.get("median_ms") for r in records}
+    lines = [f"| ms per batch | {' | '.join(SYSTEMS.values())} | over best dense |", "|---" * (len(SYSTEMS) + 2) + "|"]
+    for network, batch in dict.fromkeys((r["network"], r["batch"]) for r in records):
+        times = [found.get((network, batch, system)) for system in SYSTEMS]
+        ratio = f"{found[network, batch, 'best_dense'] / found[network, batch, 'halve']:.2f}x"
+        cells = ["" if time is None else f"{time:.3f}" for time in times]
+        lines.append(f"| {network.replace('resnet', 'ResNet-')}, batch {batch} | {' | '.join(cells)} | {ratio} |")
+    first = records[0]
+    lines += [
+        "",
+        f"{first['hardware']}, {first['dtype']}, 224 px, torch {first['versions']['torch']}, {first['date']}.",
+    ]
+    return "\n".join(lines)
+
+
 TABLES = {
     name: (ROOT / "README.md", table)
-    for name, table in [("one_shot", one_shot), ("accuracy", accuracy), ("learn_gpu", learn_gpu)]
+    for name, table in [("one_shot", one_shot), ("accuracy", accuracy), ("learn_gpu", learn_gpu), ("gpu", gpu)]
 }
 
 
