@@ -18,9 +18,9 @@ from halve.engine.energy import meter_of
 from halve.engine.plan import Entry
 from halve.engine.rounds import burst_on, energy_mj, in_turns
 from halve.engine.systems import SYSTEMS, Case, Ready, weight_bytes
-from halve.engine.timing import best_algorithms
 from halve.errors import EngineError, HalveError
 from halve.find.batches import Progress
+from halve.find.replay import best_algorithms
 from halve.masks.apply import Changed, apply
 from halve.masks.mask import MaskSet
 

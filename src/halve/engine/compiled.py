@@ -19,8 +19,9 @@ from halve.engine.layer import DENSE, Layer
 from halve.engine.memory import Memory
 from halve.engine.plan import BARS, Entry, Plan, Timed, entry_of, timed
 from halve.engine.recorded import Recordings, Shapes, shapes_of
-from halve.engine.timing import best_algorithms, graph_times
+from halve.engine.timing import graph_times
 from halve.errors import EngineError, EngineWarning
+from halve.find.replay import best_algorithms
 from halve.graph import Sizes
 
 _NHWC = torch.channels_last

@@ -1,23 +1,11 @@
 """How long something takes on a GPU: several ways side by side, in CUDA graphs, so that starting them costs nothing."""
 
-import contextlib
 import statistics
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 
 _TARGET_MS, _MOST = 0.3, 40  # how long a graph should run, and how many repetitions it holds at most
-
-
-@contextlib.contextmanager
-def best_algorithms() -> Iterator[None]:
-    """cuDNN tries its algorithms and takes the fastest: the dense ways must be as good as they can be."""
-    before = torch.backends.cudnn.benchmark
-    torch.backends.cudnn.benchmark = True
-    try:
-        yield
-    finally:
-        torch.backends.cudnn.benchmark = before
 
 
 def graph_times(ways: Mapping[str, Callable[[], object]], rounds: int = 5) -> dict[str, float]:

@@ -30,7 +30,7 @@ class Replay:
         self._gumbel = learner.draw(0)
         self._temperature, self._noise = (torch.ones((), device=device) for _ in range(2))
         self._graph = torch.cuda.CUDAGraph()
-        with _tuned(), _undisturbed():
+        with best_algorithms(), _undisturbed():
             stream = _side_stream(device)
             stream.wait_stream(torch.cuda.current_stream(device))
             with torch.cuda.stream(stream):
@@ -85,8 +85,8 @@ def _side_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 @contextlib.contextmanager
-def _tuned() -> Iterator[None]:
-    """cuDNN tries its kernels during warm-up and takes the fastest."""
+def best_algorithms() -> Iterator[None]:
+    """cuDNN tries its algorithms on each new shape and takes the fastest."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = True
     try:
