@@ -18,9 +18,9 @@ import torch
 import torchvision
 
 import halve
-from halve.engine.bench import Measurement
-from halve.engine.records import layer_records, records
-from halve.engine.systems import SYSTEMS
+from halve.engine.bench.measure import Measurement
+from halve.engine.bench.records import layer_records, records
+from halve.engine.bench.systems import SYSTEMS
 
 RESULTS = Path(__file__).parent / "results"
 COMPILED = ("compile", "compile_freezing")

@@ -20,11 +20,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from one_shot import hardware
 from PIL import Image
 from torch import Tensor, nn
 
 import halve
+from halve.engine.bench.records import hardware
 from halve.sources.data import IMAGENET_MEAN, IMAGENET_STD
 from halve.sources.models import load_model
 
@@ -177,7 +177,8 @@ def main() -> None:
                         "seconds": round(seconds, 1),
                         "settings": {key: masks.recipe.get(key) for key in ("steps_done", "replayed")}
                         | {"batch": network.batch, "size": network.size, "options": learning},
-                        "hardware": hardware(options.device) + (f", {options.note}" if options.note else ""),
+                        "hardware": hardware(torch.device(options.device))
+                        + (f", {options.note}" if options.note else ""),
                         "versions": {"halve": halve.__version__, "torch": torch.__version__},
                         "date": datetime.date.today().isoformat(),
                     }

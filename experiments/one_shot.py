@@ -11,7 +11,6 @@ Statistics and inputs are measured on training images only. Writes experiments/r
 import argparse
 import datetime
 import json
-import platform
 import time
 from pathlib import Path
 
@@ -19,6 +18,7 @@ import torch
 from rich.progress import track
 
 import halve
+from halve.engine.bench.records import hardware
 from halve.sources.data import Preprocessing, load_data
 from halve.sources.models import load_model
 
@@ -82,19 +82,12 @@ def measure(network: str, methods: list[str], assets: Path, device: str) -> list
                     "agreement": result.agreement,
                     "dense_top1": result.dense_top1,
                     "seconds": round(seconds, 1),
-                    "hardware": hardware(device),
+                    "hardware": hardware(torch.device(device)),
                     "date": datetime.date.today().isoformat(),
                     "versions": {"halve": halve.__version__, "torch": torch.__version__},
                 }
             )
     return records
-
-
-def hardware(device: str) -> str:
-    """What it was measured on."""
-    if device == "cpu":
-        return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
-    return torch.cuda.get_device_name()
 
 
 def kept_magnitude(model: torch.nn.Module, masks: halve.MaskSet) -> float:

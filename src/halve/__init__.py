@@ -2,7 +2,7 @@
 
 from halve.check.evaluate import evaluate
 from halve.check.verify import verify
-from halve.engine.bench import bench
+from halve.engine.bench.measure import bench
 from halve.engine.compile import compile
 from halve.engine.saved import load as load_compiled
 from halve.errors import HalveError

@@ -203,18 +203,3 @@ def test_conditions_of_sizes_that_cannot_be_understood_fix_the_size(monkeypatch)
     assert fast(images(3)).shape == (3, 4, 4, 4)
     with pytest.raises(EngineError, match=r"captured for \(any, 4, 8, 8\)"):
         fast(torch.randn(2, 4, 6, 6))
-
-
-@pytest.mark.parametrize(
-    ("condition", "holds"),
-    [
-        ("L['x'].size()[0] == 5 or L['x'].size()[1] == 4", True),
-        ("L['x'].size()[0] == 5 or L['x'].size()[1] == 3", False),
-        ("not L['x'].size()[0] == 2", False),
-        ("L['x'].size()[0] != 1", True),
-        ("L['x'].size()[0] == 3 and L['x'].size()[1] != 1", False),
-        ("__import__('os').getpid() > 0", False),
-    ],
-)
-def test_conditions(condition, holds):
-    assert (of_guards.Guards(("x",), (condition,)).broken((images(2),)) is None) == holds

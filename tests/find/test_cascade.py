@@ -6,11 +6,8 @@ import halve
 from halve.find.cascade import SAMPLE, cascade, sample_of
 from halve.find.moments import column_means, spread
 from halve.find.select import select
+from tests.random_masks import random
 from tests.untouched import untouched
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 def net():

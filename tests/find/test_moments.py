@@ -4,11 +4,7 @@ from torch import nn
 
 from halve.find import moments as module
 from halve.find.moments import column_means, covariance, moments, spread
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
+from tests.random_masks import random
 
 LAYERS = [
     (nn.Linear(8, 6, bias=False), (5, 3, 8)),

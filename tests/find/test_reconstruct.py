@@ -10,11 +10,8 @@ from halve.find.reconstruct import choose, costs_of, fits, rows_of, squares_of
 from halve.masks.layout import Layout
 from halve.masks.mask import Mask
 from halve.masks.pattern import Pattern
+from tests.random_masks import random
 from tests.untouched import untouched
-
-
-def random(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,9 @@ import halve
 from halve.cli import options as o
 from halve.cli import progress, show
 from halve.cli.masks import DTYPES
-from halve.engine import records
-from halve.engine.bench import Measurement
-from halve.engine.systems import SYSTEMS
+from halve.engine.bench import records
+from halve.engine.bench.measure import Measurement
+from halve.engine.bench.systems import SYSTEMS
 from halve.errors import EngineError
 from halve.masks.storage import write_atomically
 

@@ -14,7 +14,7 @@ from torch.fx.node import map_aggregate
 
 from halve.engine import ops
 from halve.engine.cuda import driver, jit
-from halve.engine.guards import Guards
+from halve.engine.guards import Guards, misfit
 from halve.engine.layer import DENSE, Layer
 from halve.engine.memory import Memory
 from halve.engine.plan import BARS, Entry, Plan, Timed, entry_of, timed
@@ -113,16 +113,8 @@ class Compiled(nn.Module):
     def check_sizes(self, inputs: tuple[Tensor, ...]) -> None:
         """Raise where the graph does not hold for inputs of these shapes."""
         for x, limits in zip(inputs, self.sizes, strict=False):
-            fits = len(limits) == x.dim() and all(
-                least <= size and (most is None or size <= most)
-                for size, (least, most) in zip(x.shape, limits, strict=True)
-            )
-            if not fits:
-                wanted = ", ".join(map(_range, limits))
-                raise EngineError(
-                    f"the input has shape {tuple(x.shape)}, the network was captured for ({wanted}): "
-                    f"compile it again with an example of that shape"
-                )
+            if why := misfit(x, limits):
+                raise EngineError(f"the input has {why}: compile it again with an example of that shape")
         if self.guards is not None and (broken := self.guards.broken(inputs)):
             raise EngineError(
                 f"the network was captured for inputs with {broken}, not {[tuple(x.shape) for x in inputs]}: "
@@ -236,11 +228,6 @@ class Compiled(nn.Module):
             layer.take({1: DENSE})
         warnings.warn(f"running dense: {reason}", EngineWarning, stacklevel=3)
         return self
-
-
-def _range(limits: tuple[int, int | None]) -> str:
-    least, most = limits
-    return str(most) if most is not None else f"{least} or more" if least else "any"
 
 
 def move_(body: nn.Module, old: torch.device, new: torch.device) -> None:

@@ -71,6 +71,24 @@ class Guards:
         return None
 
 
+def misfit(x: Tensor, limits: tuple[tuple[int, int | None], ...]) -> str | None:
+    """Why a graph that holds for sizes from, to (None: no end) does not hold for a tensor; None where it does.
+
+    >>> import torch
+    >>> misfit(torch.zeros(2, 3), ((0, None), (3, 3))), misfit(torch.zeros(2, 4), ((0, None), (3, 3)))
+    (None, 'shape (2, 4) where the network was captured for (any, 3)')
+    """
+    pairs = zip(x.shape, limits, strict=False)
+    if len(limits) == x.dim() and all(
+        least <= size and (most is None or size <= most) for size, (least, most) in pairs
+    ):
+        return None
+    wanted = ", ".join(
+        str(most) if most is not None else f"{least} or more" if least else "any" for least, most in limits
+    )
+    return f"shape {tuple(x.shape)} where the network was captured for ({wanted})"
+
+
 def _sets_one_apart(node: ast.AST) -> bool:
     """Whether a condition is that a size is not 1: torch.export asks for it, the operations of the graph do not."""
     match node:

@@ -8,6 +8,7 @@ metadata or dense without, runs our kernel with a given tile, and gives images c
 """
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -131,55 +132,35 @@ def _packed_conv2d(
     3.0
     """
     _check(x, values, metadata, bias, residual, shape)
-    whole = tuple(shape)
-    y = F.conv2d(x, restored(values, metadata, whole), None, stride, padding, dilation)
+    geometry = _geometry(shape, stride, padding, dilation, activation)
+    if residual is not None and residual.shape != (expected := _result_shape(x, geometry)):
+        raise EngineError(f"the residual has shape {tuple(residual.shape)}, the result {expected}")
+    if x.is_cuda:
+        residual = None if residual is None else residual.contiguous(memory_format=_NHWC)
+        return cuda_conv.run(x.contiguous(memory_format=_NHWC), values, metadata, bias, residual, geometry, tile)
+    y = F.conv2d(x, restored(values, metadata, geometry.weight_shape), None, stride, padding, dilation)
     if bias is not None:
         y = (y.float() + bias.reshape(1, -1, 1, 1)).to(x.dtype)
     return finished(y, residual, activation).contiguous(memory_format=_NHWC)
 
 
-def _packed_conv2d_on_gpu(
-    x: Tensor,
-    values: Tensor,
-    metadata: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    shape: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    activation: str,
-    tile: str,
-) -> Tensor:
-    _check(x, values, metadata, bias, residual, shape)
-    geometry = Geometry(
-        shape[0], shape[1], _pair(shape[2:]), _pair(stride), _pair(padding), _pair(dilation), 1, activation
-    )
-    if residual is not None:
-        expected = (x.shape[0], geometry.rows, *geometry.out_size(x.shape[2], x.shape[3]))
-        if residual.shape != expected:
-            raise EngineError(f"the residual has shape {tuple(residual.shape)}, the result {expected}")
-        residual = residual.contiguous(memory_format=_NHWC)
-    x = x.contiguous(memory_format=_NHWC)
-    return cuda_conv.run(x, values, metadata, bias, residual, geometry, tile)
-
-
 def _packed_conv2d_fake(
-    x: Tensor,
-    values: Tensor,
-    metadata: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    shape: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    activation: str,
-    tile: str,
+    x: Tensor, values: Any, metadata: Any, bias: Any, residual: Any, *sizes_activation_tile: Any
 ) -> Tensor:
-    geometry = Geometry(shape[0], shape[1], _pair(shape[2:]), _pair(stride), _pair(padding), _pair(dilation))
-    size = (x.shape[0], geometry.rows, *geometry.out_size(x.shape[2], x.shape[3]))
+    size = _result_shape(x, _geometry(*sizes_activation_tile[:5]))
     return torch.empty(size, dtype=x.dtype, device=x.device, memory_format=_NHWC)
+
+
+def _geometry(
+    shape: Sequence[int], stride: Sequence[int], padding: Sequence[int], dilation: Sequence[int], activation: str
+) -> Geometry:
+    rows, channels, *kernel = shape
+    pairs = (_pair(kernel), _pair(stride), _pair(padding), _pair(dilation))
+    return Geometry(rows, channels, *pairs, activation=activation)
+
+
+def _result_shape(x: Tensor, geometry: Geometry) -> tuple[int, ...]:
+    return (x.shape[0], geometry.rows, *geometry.out_size(x.shape[2], x.shape[3]))
 
 
 def _packed_linear(
@@ -195,22 +176,14 @@ def _packed_linear(
     """As `linear`, of a weight of so many rows that is packed: each row of x is a pixel of one tall image."""
     if not x.numel():
         return x.new_empty(*x.shape[:-1], rows)  # an image without pixels is none to PyTorch
-    run = _packed_conv2d_on_gpu if x.is_cuda else _packed_conv2d
     shape = [rows, x.shape[-1], 1, 1]
     image, added = _as_image(x), None if residual is None else _as_image(residual)
-    y = run(image, values, metadata, bias, added, shape, [1, 1], [0, 0], [1, 1], activation, tile)
+    y = _packed_conv2d(image, values, metadata, bias, added, shape, [1, 1], [0, 0], [1, 1], activation, tile)
     return y.permute(0, 2, 3, 1).reshape(*x.shape[:-1], rows)
 
 
 def _packed_linear_fake(
-    x: Tensor,
-    values: Tensor,
-    metadata: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    rows: int,
-    activation: str,
-    tile: str,
+    x: Tensor, values: Any, metadata: Any, bias: Any, residual: Any, rows: int, *activation_tile: Any
 ) -> Tensor:
     return x.new_empty(*x.shape[:-1], rows)
 
@@ -257,4 +230,3 @@ conv2d.register_fake(_conv2d)  # plain PyTorch runs on tensors without numbers a
 linear.register_fake(_linear)
 packed_conv2d.register_fake(_packed_conv2d_fake)
 packed_linear.register_fake(_packed_linear_fake)
-packed_conv2d.register_kernel("cuda", _packed_conv2d_on_gpu)

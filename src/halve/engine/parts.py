@@ -10,7 +10,7 @@ from typing import Any
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from halve.engine.guards import Guards
+from halve.engine.guards import Guards, misfit
 from halve.engine.recorded import shapes_of
 from halve.graph import Part
 
@@ -54,13 +54,7 @@ class CapturedPart(nn.Module):
     def _of_other_shapes(self, tensors: tuple[Tensor, ...]) -> str | None:
         if len(tensors) != len(self.sizes):
             return "other arguments"
-        for x, limits in zip(tensors, self.sizes, strict=True):
-            if len(limits) != x.dim() or not all(
-                least <= size and (most is None or size <= most)
-                for size, (least, most) in zip(x.shape, limits, strict=True)
-            ):
-                return f"shape {tuple(x.shape)}"
-        return None
+        return next((why for x, limits in zip(tensors, self.sizes, strict=True) if (why := misfit(x, limits))), None)
 
     def __getattr__(self, name: str) -> Any:
         try:

@@ -7,6 +7,7 @@ it runs all the same, with the plan of the first. Load only files that you trust
 import copy
 import io
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -81,7 +82,9 @@ def load(path: str | Path, device: str | torch.device | None = None) -> Compiled
     """
     extra = {_ABOUT: ""}
     try:
-        program = torch.export.load(io.BytesIO(Path(path).read_bytes()), extra_files=extra)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given buffer is not writable")  # PyTorch to itself
+            program = torch.export.load(io.BytesIO(Path(path).read_bytes()), extra_files=extra)
         about = json.loads(extra[_ABOUT])
         if about["version"] != _VERSION:
             raise FileError(f"{path}: version {about['version']} of the file is not known, this halve reads {_VERSION}")

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from halve.engine.energy import Meter
+from halve.engine.bench.energy import Meter
 from halve.find.batches import Progress
 
 Call = Callable[[], object]

@@ -1,26 +1,17 @@
-import json
-import time
-
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
 import halve
-from halve.engine import bench as bench_file
-from halve.engine import rounds
-from halve.engine.bench import Measurement
-from halve.engine.energy import meter_of
-from halve.engine.records import OPTIONAL, layer_records, records
-from halve.engine.rounds import FEWEST, ROUNDS, energy_mj, in_turns
-from halve.engine.semi_structured import put_in_
-from halve.engine.systems import SYSTEMS, Ready
+from halve.engine.bench import measure
+from halve.engine.bench.measure import Measurement
+from halve.engine.bench.systems import SYSTEMS, Ready
 from halve.errors import EngineError
 from tests.tiny import convnet, images
 from tests.untouched import untouched
 
 ON_GPU_ONLY = {"best_dense", "torch_semi_structured", "halve_dense"}
-KEYS = {"network", "batch", "dtype", "hardware", "versions", "date", "system", "median_ms", "p10_ms", "p90_ms"}
 on_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
@@ -48,44 +39,9 @@ def test_on_a_cpu_halve_says_that_it_runs_dense_and_what_needs_a_gpu_says_so():
     assert {found[name].median_ms for name in ON_GPU_ONLY} == {None}
 
 
-def test_systems_are_called_in_turns():
-    calls, counted = [], []
-
-    def burst(call, count):
-        call()
-        counted.append(count)
-        return [1.0] * count
-
-    names = ("first", "second", "third")
-    times, failed = in_turns({n: lambda n=n: calls.append(n) for n in names}, burst, seconds=0.05)
-    assert calls == list(names) * (1 + ROUNDS)
-    assert not failed
-    assert all(len(found) == ROUNDS * 5 for found in times.values())
-    assert set(counted[3:]) == {6}  # one before those that count
-
-
-def test_what_takes_long_is_called_a_few_times_only():
-    times, _ = in_turns({"slow": lambda: None, "quick": lambda: None}, lambda _, count: [4000.0] * count, seconds=0.5)
-    assert {name: len(found) for name, found in times.items()} == {"slow": FEWEST, "quick": FEWEST}
-
-
-def test_what_fails_in_the_middle_leaves_the_others_in_their_turns():
-    state = {"left": 4}
-
-    def wears_out():
-        state["left"] -= 1
-        if not state["left"]:
-            raise RuntimeError("out of memory")
-
-    burst = lambda call, count: (call(), [1.0] * count)[1]  # noqa: E731
-    times, failed = in_turns({"wears out": wears_out, "goes on": lambda: None}, burst, seconds=0.01)
-    assert list(times) == ["goes on"]
-    assert str(failed["wears out"]) == "out of memory"
-
-
 def test_percentiles_are_those_of_all_calls(monkeypatch):
     ramp = {name: list(range(1, 102)) for name in ("eager",)}
-    monkeypatch.setattr(bench_file, "in_turns", lambda *_, **__: (ramp, {}))
+    monkeypatch.setattr(measure, "in_turns", lambda *_, **__: (ramp, {}))
     [one] = measured("eager")
     assert (one.p10_ms, one.median_ms, one.p90_ms) == tuple(np.percentile(ramp["eager"], (10, 50, 90)))
     assert (one.p10_ms, one.median_ms, one.p90_ms) == (11, 51, 91)
@@ -168,46 +124,6 @@ def test_progress_sees_each_system_and_each_round():
     assert {what for what, _ in seen[2:]} == {"batch 1: timing"}
 
 
-def test_records_hold_all_that_is_needed_and_leave_out_what_is_unknown():
-    found = measured("eager", "best_dense")
-    written = json.loads(json.dumps(records(found, "net", torch.float32, torch.device("cpu"))))
-    assert set(written[0]) == KEYS | {"images_per_second"}
-    assert set(written[1]) == KEYS | {"error"}
-    assert set(OPTIONAL) >= {key for record in written for key in set(record) - KEYS}
-    assert written[0]["dtype"] == "float32"
-    assert written[1]["median_ms"] is None
-    assert layer_records(found, "net") == []
-
-
-def test_layer_records_hold_the_plan():
-    entry = halve.engine.plan.Entry("conv1", "4>8 3x3 at 1 x 8 x 8", "sparse 64x64", 0.1, 0.2, "fastest")
-    [record] = layer_records([Measurement(1, "halve", 1.0, 1.0, 1.0, plan=(entry,))], "net")
-    assert list(record) == ["network", "batch", "layer", "shape", "kernel", "time_ms", "dense_ms", "reason"]
-    assert record["kernel"] == "sparse 64x64"
-
-
-def test_energy_is_counted_between_two_moments_at_which_the_counter_moved():
-    calls = []
-
-    def call():
-        calls.append(None)
-        time.sleep(0.001)
-
-    def meter():  # 3 mJ a call, told after every twenty
-        return 5 + 60 * (len(calls) // 20)
-
-    assert energy_mj(call, rounds.burst_on(torch.device("cpu")), meter, 1.0, window=0.05) == 3
-    assert energy_mj(call, rounds.burst_on(torch.device("cpu")), lambda: 7, 1.0, window=0.01) is None
-
-
-def test_torchs_own_sparsity_says_why_a_layer_does_not_run_on_it():
-    model = nn.Sequential(nn.Conv2d(8, 16, 1), nn.ReLU(), nn.Conv2d(16, 8, 3)).eval()
-    with pytest.warns(halve.errors.EngineWarning):
-        fast = halve.compile(model, halve.prune(model), torch.randn(1, 8, 6, 6))
-    with pytest.raises(EngineError, match="it can run; not 0: "):
-        put_in_(fast, (torch.randn(1, 8, 6, 6),))
-
-
 @pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # of torch itself
 def test_torch_compile_is_measured():
     [one] = measured("compile")
@@ -230,14 +146,3 @@ def test_on_a_gpu_every_system_is_measured_and_gives_the_models_outputs():
     assert all(one.memory_bytes > 0 for one in found)
     assert all(one.plan for one in found if one.system == "halve")
     assert all(one.note.startswith("1 of 2 layers") for one in found if one.system == "torch_semi_structured")
-
-
-@pytest.mark.gpu
-@on_gpu
-def test_a_gpu_counts_its_energy_upwards():
-    meter = meter_of(torch.device("cuda", 0))
-    if meter is None:
-        pytest.skip("this GPU does not tell")
-    before = meter()
-    time.sleep(0.5)
-    assert meter() > before

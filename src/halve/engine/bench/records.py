@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from halve.engine.bench import Measurement
+from halve.engine.bench.measure import Measurement
 from halve.version import VERSION
 
 OPTIONAL = ("images_per_second", "memory_bytes", "energy_mj_per_image", "error", "note")  # left out where unknown

@@ -12,12 +12,12 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from halve.engine.bench.energy import meter_of
+from halve.engine.bench.rounds import burst_on, energy_mj, in_turns
+from halve.engine.bench.systems import SYSTEMS, Case, Ready, weight_bytes
 from halve.engine.compile import compile
 from halve.engine.compiled import Compiled
-from halve.engine.energy import meter_of
 from halve.engine.plan import Entry
-from halve.engine.rounds import burst_on, energy_mj, in_turns
-from halve.engine.systems import SYSTEMS, Case, Ready, weight_bytes
 from halve.errors import EngineError, HalveError
 from halve.find.batches import Progress
 from halve.find.replay import best_algorithms

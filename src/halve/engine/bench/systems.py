@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from halve.engine import ops
+from halve.engine.bench.semi_structured import put_in_
 from halve.engine.compiled import Compiled
 from halve.engine.memory import Memory
 from halve.engine.plan import Entry, Timed, timed
 from halve.engine.recorded import Recordings
-from halve.engine.semi_structured import put_in_
 from halve.errors import EngineError
 
 
