@@ -38,7 +38,7 @@ def reordered(
 ) -> Permutation:
     """Channel orders in which the layers keep more of what was found for them by a score."""
     example = to_device(example if forward is not None else images_of(example), model)
-    if score in ("magnitude", "wanda"):  # what a layer loses grows with the squares
+    if score == "wanda":  # a layer's output loses its squares; magnitudes, on images held back, do better as they are
         found = {name: value.square() for name, value in found.items()}
     return permute(model, choices, found, example, forward=forward, seconds=seconds, seed=seed, progress=progress)
 
