@@ -118,9 +118,45 @@ def gpu() -> str:
     return "\n".join(lines)
 
 
+LAYER_BATCHES = (1, 32, 256)
+
+
+def gpu_layers() -> str:
+    """Masked layers on a GPU: microseconds dense, on our kernel with all weights, and with half of them."""
+    records = json.loads((ROOT / "benchmarks/results/gpu_layers.json").read_text())
+    kinds: dict[tuple[str, str], dict[int, list[dict[str, float]]]] = {}
+    names = {(r["network"], r["layer"]): r["shape"].replace(" at 1 x ", " at ") for r in records if r["batch"] == 1}
+    for record in records:
+        if record["sparse_ms"] is not None:
+            kind = record["network"], names[record["network"], record["layer"]]
+            kinds.setdefault(kind, {}).setdefault(record["batch"], []).append(record)
+    heads = " | ".join(f"batch {batch}" for batch in LAYER_BATCHES)
+    lines = [f"| dense / twin / sparse, microseconds | layers | {heads} |", "|---" * (2 + len(LAYER_BATCHES)) + "|"]
+    for (network, shape), found in kinds.items():
+        cells = []
+        for batch in LAYER_BATCHES:
+            times = [
+                statistics.mean(1000 * record[kind] for record in found[batch])
+                for kind in ("dense_ms", "twin_ms", "sparse_ms")
+            ]
+            words = [f"{time:.1f}" if time < 10 else f"{time:.0f}" for time in times]
+            fastest = times.index(min(times))
+            words[fastest] = f"**{words[fastest]}**"
+            cells.append(" / ".join(words))
+        name = f"{network.replace('resnet', 'ResNet-')} {shape}"
+        lines.append(f"| {name} | {len(found[LAYER_BATCHES[0]])} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 TABLES = {
-    name: (ROOT / "README.md", table)
-    for name, table in [("one_shot", one_shot), ("accuracy", accuracy), ("learn_gpu", learn_gpu), ("gpu", gpu)]
+    name: (ROOT / page, table)
+    for name, page, table in [
+        ("one_shot", "README.md", one_shot),
+        ("accuracy", "README.md", accuracy),
+        ("learn_gpu", "README.md", learn_gpu),
+        ("gpu", "README.md", gpu),
+        ("gpu_layers", "docs/engine.md", gpu_layers),
+    ]
 }
 
 

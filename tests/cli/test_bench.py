@@ -62,7 +62,7 @@ def test_when_nothing_could_be_measured_the_exit_code_is_1(halve, net):
 
 
 def test_what_a_gpu_tells_stands_in_the_table_and_the_plan(capsys):
-    entry = Entry("conv1", "64>64 3x3 at 1 x 56 x 56", "sparse 64x64", 0.01, 0.02, "fastest")
+    entry = Entry("conv1", "64>64 3x3 at 1 x 56 x 56", "sparse 64x64", 0.01, 0.02, 0.015, 0.01, "fastest")
     dense = Measurement(1, "best_dense", 0.2, 0.19, 0.21, memory_bytes=25_000_000, energy_mj_per_image=40.0)
     ours = Measurement(1, "halve", 0.1, 0.09, 0.11, memory_bytes=15_000_000, energy_mj_per_image=20.0, plan=(entry,))
     _tell([dense, ours], "net", plan=True)
@@ -70,4 +70,4 @@ def test_what_a_gpu_tells_stands_in_the_table_and_the_plan(capsys):
     row = ["1", "halve", "0.100", "0.090-0.110", "10,000", "2.00", "x", "15.00", "MB", "20.00"]
     assert lines[3].split() == row
     assert "batch 1: 1 of 1 layers sparse" in lines
-    assert lines[-1].split()[-4:] == ["64x64", "0.0100", "0.0200", "fastest"]
+    assert lines[-1].split()[-6:] == ["64x64", "0.0100", "0.0200", "0.0150", "0.0100", "fastest"]

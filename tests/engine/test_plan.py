@@ -5,7 +5,7 @@ import torch
 
 from halve.engine.geometry import Geometry
 from halve.engine.layer import Layer
-from halve.engine.plan import Entry, Plan, Timed
+from halve.engine.plan import Entry, Plan, Timed, entry_of
 
 LAYER = Layer("fc", Geometry(4, 8), torch.randn(4, 8), None, linear=True)
 
@@ -30,6 +30,12 @@ def test_a_layer_that_our_kernels_cannot_run_takes_its_fastest_dense_way():
 
 
 def test_a_plan_is_written_and_read():
-    plan = Plan({1: [Entry("a", "4>2", "torch", 0.1, None, "why")], 8: []}, {"b": "left"})
+    plan = Plan({1: [Entry("a", "4>2", "torch", 0.1, None, None, 0.2, "why")], 8: []}, {"b": "left"})
     assert Plan.from_json(json.loads(json.dumps(plan.as_json()))) == plan
     assert "b: as it was (left)" in str(plan)
+
+
+def test_a_line_says_what_our_kernels_take_with_all_and_half_weights():
+    entry = entry_of(timing(torch=3.0, gemm=2.0, sparse_64x64=1.5, sparse_16x32=4.0, twin_64x64=2.5), "gemm", "why")
+    assert (entry.time_ms, entry.dense_ms, entry.twin_ms, entry.sparse_ms) == (2.0, 2.0, 2.5, 1.5)
+    assert entry_of(timing(torch=3.0), "torch", "why").sparse_ms is None

@@ -137,9 +137,9 @@ def test_a_loss_that_is_not_finite_is_blamed_on_the_batch_that_was_bad():
 
 
 def test_the_estimate_speaks_of_the_gpus_memory():
-    seen = []
+    seen, held = [], torch.cuda.memory_allocated()  # by other tests
     halve.learn(convnet().cuda(), loader(), steps=2, report=seen.append)
-    assert 0 < seen[0].peak_bytes < 1 << 28
+    assert 0 < seen[0].peak_bytes - held < 1 << 28
     assert seen[0].seconds_per_step > 0
 
 

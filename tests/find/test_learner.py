@@ -5,12 +5,15 @@ from torch import nn
 from halve.find.frozen import frozen
 from halve.find.learner import Call, Learner
 from halve.find.objective import distill_both, distill_probabilities
+from halve.find.pace import Pace
 from halve.find.sampling import Sampler
 from halve.find.select import select
 from halve.masks.layers import weight_of
 from tests.random_masks import random
 from tests.tiny import convnet, images
 from tests.untouched import untouched
+
+STEADY = Pace(temperature=1.0, noise=1.0, guidance=1.0)
 
 
 def a_learner(model, objective=distill_both, blocks=None, alpha=8.0, **options):
@@ -29,7 +32,7 @@ def test_the_logits_are_the_learners_only_parameter_and_the_model_is_not_in_its_
 def test_the_loss_is_that_of_the_model_with_the_sampled_weights():
     model = convnet()
     learner = a_learner(model, distill_probabilities, [], seed=3, rank=2)
-    loss = learner(images(), 5, 0.5, 1, 0.7)
+    loss = learner(images(), 5, Pace(0.5, 0.7, 1.0), 1)
     sampled = learner.sampler.sample(temperature=0.5, seed=3, step=5, rank=1002, noise=0.7)
     masked = torch.func.functional_call(model, {f"{name}.weight": w for name, w in sampled.items()}, (images(),))
     ours, theirs = masked.log_softmax(1), model(images()).log_softmax(1)
@@ -40,7 +43,7 @@ def test_a_gradient_reaches_the_logits_of_every_layer_and_nothing_else():
     model = convnet()
     learner = a_learner(model, alpha=1.0)
     with untouched(model):
-        learner(images(), 0, 1.0).backward()
+        learner(images(), 0, STEADY).backward()
     grads = learner.sampler.split(learner.sampler.logits.grad)[0].split(learner.sampler.families[0].sizes)
     assert all(part.abs().sum() > 0 for part in grads)
     assert all(p.grad is None for p in learner.model.parameters())
@@ -50,7 +53,7 @@ def test_the_step_the_rank_and_the_number_within_a_step_give_different_samples()
     model = convnet()
 
     def loss(step=0, rank=0, micro=0):
-        return a_learner(model, alpha=1.0, rank=rank)(images(), step, 1.0, micro).item()
+        return a_learner(model, alpha=1.0, rank=rank)(images(), step, STEADY, micro).item()
 
     assert loss() == loss()
     assert len({loss(), loss(step=1), loss(rank=1), loss(micro=1)}) == 4
@@ -59,13 +62,13 @@ def test_the_step_the_rank_and_the_number_within_a_step_give_different_samples()
 def test_without_the_dense_network_it_is_not_run():
     calls = []
     learner = a_learner(convnet(), lambda v: v.output.sum(), dense=False, forward=lambda m, x: calls.append(1) or m(x))
-    learner(images(2), 0, 1.0)
+    learner(images(2), 0, STEADY)
     assert len(calls) == 1
 
 
 def test_soft_samples_are_differentiable_too():
     learner = a_learner(convnet(), hard=False, alpha=1.0)
-    learner(images(), 0, 1.0).backward()
+    learner(images(), 0, STEADY).backward()
     assert learner.sampler.logits.grad.abs().sum() > 0
 
 
@@ -76,7 +79,7 @@ def test_autocast_runs_the_model_in_bf16_and_gives_a_near_loss_in_fp32():
         seen.append(views.output.dtype)
         return distill_both(views)
 
-    plain, cast = (a_learner(convnet(), look, autocast=d)(images(), 0, 1.0) for d in (None, torch.bfloat16))
+    plain, cast = (a_learner(convnet(), look, autocast=d)(images(), 0, STEADY) for d in (None, torch.bfloat16))
     assert seen == [torch.float32, torch.bfloat16]
     assert cast.dtype == torch.float32
     assert cast.item() == pytest.approx(plain.item(), rel=0.1)
@@ -86,9 +89,9 @@ def test_the_first_layer_with_a_bad_output_is_blamed():
     learner = a_learner(convnet())
     with torch.no_grad():
         learner.model[4].running_mean[0] = float("nan")
-    assert learner.blame(images(), 0, 1.0) == "4"
+    assert learner.blame(images(), 0, STEADY) == "4"
     assert not any(m._forward_hooks for m in learner.model.modules())
-    assert a_learner(convnet()).blame(images(), 0, 1.0) is None
+    assert a_learner(convnet()).blame(images(), 0, STEADY) is None
 
 
 def test_a_call_reaches_submodules_that_the_users_forward_runs_itself():

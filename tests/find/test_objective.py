@@ -29,8 +29,8 @@ from tests.random_masks import random
 from tests.tiny import convnet, images, labels
 
 
-def views(output, dense_output=None, features=(), dense_features=(), batch=None):
-    return Views(output, list(features), dense_output, list(dense_features), batch)
+def views(output, dense_output=None, features=(), dense_features=(), batch=None, guidance=1.0):
+    return Views(output, list(features), dense_output, list(dense_features), batch, guidance)
 
 
 def test_outputs_are_compared_by_their_relative_squared_error_less_their_mean():
@@ -89,8 +89,18 @@ def test_features_are_compared_by_their_relative_squared_error():
     assert float(found) == pytest.approx(FEATURE_WEIGHT * (1 / 25 + last * 4 / 2) / (1 + last))
 
 
-def test_both_is_the_sum():
-    v = views(random(3, 5), random(3, 5, seed=1), [random(4)], [random(4, seed=1)])
+@pytest.mark.parametrize("guidance", [1.0, 0.25, 0.0])
+@pytest.mark.parametrize(("classes", "shown"), [((0, 1, 2), 1.0), ((0, 2, 2), 2 / 3), ((1, 1, 1), 1 / 3)])
+def test_outputs_and_features_give_way_to_probabilities_as_far_as_all_classes_are_shown(classes, shown, guidance):
+    theirs = random(3, 3) + 9 * torch.eye(3)[list(classes)]
+    v = views(random(3, 3, seed=2), theirs, [random(4)], [random(4, seed=1)], guidance=guidance)
+    guided, probabilities = float(distill_outputs(v) + distill_features(v)), float(distill_probabilities(v))
+    expected = (1 - shown * (1 - guidance)) * guided + shown * probabilities
+    assert float(distill_both(v)) == pytest.approx(expected)
+
+
+def test_both_is_the_sum_of_outputs_and_features_where_there_are_no_classes():
+    v = views(random(3, 1), random(3, 1, seed=1), [random(4)], [random(4, seed=1)], guidance=0.0)
     assert float(distill_both(v)) == pytest.approx(float(distill_outputs(v) + distill_features(v)))
 
 

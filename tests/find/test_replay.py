@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 import halve
+from halve.find.pace import Pace
 from halve.find.replay import Replay
 from tests.find.test_learner import a_learner
 from tests.tiny import convnet, images, loader
@@ -24,8 +25,8 @@ def test_only_steps_that_do_the_same_every_time_are_repeatable():
     assert not a_learner(convnet(), objective=lambda views: views.output.sum()).repeatable
 
 
-def gradient_of(learner, batch, step, temperature, noise):
-    loss = learner(batch, step, temperature, noise=noise)
+def gradient_of(learner, batch, step, pace):
+    loss = learner(batch, step, pace)
     (gradient,) = torch.autograd.grad(loss, learner.sampler.logits)
     return loss.detach(), gradient
 
@@ -38,9 +39,9 @@ def test_a_replayed_step_is_the_step(augment):
     replay = Replay.recorded(learner, batches[0])
     assert isinstance(replay, Replay), replay
     for step, batch in enumerate(batches):
-        temperature, noise = 1.0 + step, 1.0 / (1 + step)
-        loss, expected = gradient_of(learner, batch, step, temperature, noise)
-        got = replay.gradient_(batch, step, temperature, noise)
+        pace = Pace(temperature=1.0 + step, noise=1.0 / (1 + step), guidance=0.3 * step)
+        loss, expected = gradient_of(learner, batch, step, pace)
+        got = replay.gradient_(batch, step, pace)
         torch.testing.assert_close(got, loss, rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(learner.sampler.logits.grad, expected, rtol=1e-3, atol=1e-6)
 

@@ -148,3 +148,4 @@ def test_the_noise_falls_to_its_end_at_four_fifths_of_the_run():
     assert [Settings().noise_at(f) for f in (0, 0.4, 0.8, 0.9, 1)] == pytest.approx([1, 0.5, 0, 0, 0])
     assert {Settings(noise=0.7).noise_at(f) for f in (0, 0.3, 1)} == {0.7}
     assert Settings(noise=(2.0, 1.0)).pace_at(0.4, 0).noise == pytest.approx(1.5)
+    assert [Settings(noise=0.7).pace_at(f, 0).guidance for f in (0, 0.4, 0.8, 1)] == pytest.approx([1, 0.5, 0, 0])

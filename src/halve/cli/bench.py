@@ -13,6 +13,7 @@ from halve.cli.masks import DTYPES
 from halve.engine.bench import records
 from halve.engine.bench.measure import Measurement
 from halve.engine.bench.systems import SYSTEMS
+from halve.engine.plan import COLUMNS
 from halve.errors import EngineError
 from halve.masks.storage import write_atomically
 
@@ -125,13 +126,8 @@ def _row(one: Measurement, dense_ms: float | None) -> tuple[str, ...]:
 
 def _show_plan(one: Measurement) -> None:
     sparse = sum(entry.kernel.startswith("sparse") for entry in one.plan)
-    rows = [
-        (e.layer, e.shape, e.kernel, *("" if ms is None else f"{ms:.4f}" for ms in (e.time_ms, e.dense_ms)), e.reason)
-        for e in one.plan
-    ]
+    heads = [f">{head}" if head.endswith("ms") else head for head in COLUMNS]
     show.say("")
     show.table(
-        f"batch {one.batch}: {sparse} of {len(one.plan)} layers sparse",
-        ("layer", "shape", "kernel", ">ms", ">dense ms", "why"),
-        rows,
+        f"batch {one.batch}: {sparse} of {len(one.plan)} layers sparse", heads, [entry.cells() for entry in one.plan]
     )

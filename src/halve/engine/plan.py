@@ -13,30 +13,42 @@ from halve.engine.memory import Memory
 from halve.engine.timing import graph_times
 
 _TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of the largest output, when a way is tried
+COLUMNS = ("layer", "shape", "kernel", "ms", "dense ms", "twin ms", "sparse ms", "reason")
 BARS = (1.0, 0.8, 0.6)  # how much of a dense layer's speed a sparse one may be short of, when tried in the network
 
 
 @dataclass(frozen=True)
 class Entry:
-    """How one layer runs for one size of input."""
+    """How one layer runs for one size of input, beside its fastest dense way and our kernels with all and half weights.
+
+    Times are None where they were not taken, or where there is no such way.
+    """
 
     layer: str
     shape: str
     kernel: str
     time_ms: float | None
     dense_ms: float | None
+    twin_ms: float | None
+    sparse_ms: float | None
     reason: str
+
+    def cells(self) -> tuple[str, ...]:
+        """As a row of words, in the order of `COLUMNS`."""
+        times = (self.time_ms, self.dense_ms, self.twin_ms, self.sparse_ms)
+        words = ("" if time is None else f"{time:.4f}" for time in times)
+        return (self.layer, self.shape, self.kernel, *words, self.reason)
 
 
 @dataclass
 class Plan:
     """A table: which layer runs how, for each batch size; `left` names what runs as it was, and why.
 
-    >>> plan = Plan({1: [Entry("fc", "4>2 at 1", "sparse 64x64", 0.004, 0.005, "fastest")]}, {})
+    >>> plan = Plan({1: [Entry("fc", "4>2 at 1", "sparse 64x64", 0.004, 0.006, 0.005, 0.004, "fastest")]}, {})
     >>> print(plan)
     batch 1, 1 of 1 layers sparse
-    layer | shape    | kernel       | ms     | dense ms | reason
-    fc    | 4>2 at 1 | sparse 64x64 | 0.0040 | 0.0050   | fastest
+    layer | shape    | kernel       | ms     | dense ms | twin ms | sparse ms | reason
+    fc    | 4>2 at 1 | sparse 64x64 | 0.0040 | 0.0060   | 0.0050  | 0.0040    | fastest
     """
 
     batches: dict[int, list[Entry]]
@@ -62,9 +74,8 @@ class Plan:
         for batch, entries in self.batches.items():
             sparse = sum(entry.kernel.startswith("sparse") for entry in entries)
             lines.append(f"batch {batch}, {sparse} of {len(entries)} layers sparse")
-            rows = [("layer", "shape", "kernel", "ms", "dense ms", "reason")]
-            rows += [(e.layer, e.shape, e.kernel, _ms(e.time_ms), _ms(e.dense_ms), e.reason) for e in entries]
-            widths = [max(len(row[column]) for row in rows) for column in range(6)]
+            rows = [COLUMNS, *(entry.cells() for entry in entries)]
+            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
             lines += [" | ".join(t.ljust(w) for t, w in zip(row, widths, strict=True)).rstrip() for row in rows]
         lines += [f"{name}: as it was ({reason})" for name, reason in self.left.items()]
         return "\n".join(lines)
@@ -112,8 +123,10 @@ def timed(layers: list[Layer], run: Callable[[], object], memory: Memory) -> lis
 
 def entry_of(timing: Timed, way: str, reason: str) -> Entry:
     """A line of the plan."""
-    dense = timing.times.get(timing.best("dense"))
-    return Entry(timing.layer.name, timing.shape, way, timing.times.get(way), dense, reason)
+    times = timing.times
+    dense = times.get(timing.best("dense"))
+    twin, sparse = (min((times[w] for w in times if w.startswith(kind)), default=None) for kind in ("twin", "sparse"))
+    return Entry(timing.layer.name, timing.shape, way, times.get(way), dense, twin, sparse, reason)
 
 
 def _timed(layer: Layer, x: Tensor, residual: Tensor | None, memory: Memory) -> Timed:
@@ -147,7 +160,3 @@ def _measured(layer: Layer, x: Tensor, residual: Tensor | None, ways: list[str])
             calls[way] = lambda way=way: layer.run(x, residual, way)
     times = graph_times(calls)
     return {way: times.get(way, float("inf")) for way in ways}
-
-
-def _ms(time: float | None) -> str:
-    return "" if time is None else f"{time:.4f}"

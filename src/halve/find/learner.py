@@ -11,6 +11,7 @@ from halve.errors import LearningError, ModelError, listed
 from halve.find.augment import augmented
 from halve.find.batches import Forward, images_of, run, to_device
 from halve.find.objective import DISTILLATIONS, Objective, Views, watching
+from halve.find.pace import Pace
 from halve.find.sampling import Sampler, generator_of
 
 
@@ -56,9 +57,9 @@ class Learner(nn.Module):
         """Whether every step does the same work: halve's own objectives on images, and no forward of the user's."""
         return self.objective in DISTILLATIONS and not self._call.custom
 
-    def forward(self, batch: Any, step: int, temperature: float, micro: int = 0, noise: float = 1.0) -> Tensor:
+    def forward(self, batch: Any, step: int, pace: Pace[float], micro: int = 0) -> Tensor:
         """The loss of the batch; `micro` counts the batches of one step when gradients are accumulated."""
-        return self.loss(self.varied(batch, step, micro), self.draw(step, micro), temperature, noise)
+        return self.loss(self.varied(batch, step, micro), self.draw(step, micro), pace)
 
     def draw(self, step: int, micro: int = 0) -> list[Tensor]:
         """The noise of one step."""
@@ -74,7 +75,7 @@ class Learner(nn.Module):
         generator = generator_of(images.device, self._seed + 1, step, self._rank + 1000 * micro)
         return augmented(images, generator)
 
-    def loss(self, batch: Any, gumbel: list[Tensor], temperature: float | Tensor, noise: float | Tensor) -> Tensor:
+    def loss(self, batch: Any, gumbel: list[Tensor], pace: Pace[Any]) -> Tensor:
         """The loss of a batch as it is, for noise that was drawn."""
         device = self.sampler.logits.device.type
         with torch.autocast(device, self._autocast or torch.bfloat16, enabled=self._autocast is not None):
@@ -82,7 +83,7 @@ class Learner(nn.Module):
             if self._dense:
                 with torch.no_grad(), watching(self.model, self.blocks) as dense_features:
                     dense_output = self._call(batch)
-            weights = self.sampler.masked(gumbel, temperature, noise, self._hard)
+            weights = self.sampler.masked(gumbel, pace.temperature, pace.noise, self._hard)
             with watching(self.model, self.blocks) as features:
                 output = self._call.with_weights(weights, batch)
         if self.blocks and not features:
@@ -90,7 +91,7 @@ class Learner(nn.Module):
                 f"none of the modules whose features are compared ran: {listed(self.blocks)}; "
                 f"name others with features=, or compare outputs alone with match='outputs'"
             )
-        loss = self.objective(Views(output, features, dense_output, dense_features, batch))
+        loss = self.objective(Views(output, features, dense_output, dense_features, batch, pace.guidance))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
             raise LearningError(f"the objective gave {got}; it must give one number, as a tensor")
@@ -98,7 +99,7 @@ class Learner(nn.Module):
             raise LearningError("the objective does not depend on the masked weights: no gradient reaches the logits")
         return loss.reshape(())
 
-    def blame(self, batch: Any, step: int, temperature: float, noise: float = 1.0) -> str | None:
+    def blame(self, batch: Any, step: int, pace: Pace[float]) -> str | None:
         """The first layer whose output is not finite on this batch, if there is one."""
         names: list[str] = []
 
@@ -112,7 +113,7 @@ class Learner(nn.Module):
         handles = [m.register_forward_hook(hook(name)) for name, m in self.model.named_modules() if name]
         try:
             with torch.no_grad():
-                self(batch, step, temperature, noise=noise)
+                self(batch, step, pace)
         finally:
             for handle in handles:
                 handle.remove()

@@ -17,10 +17,11 @@ from halve.find.checkpoint import Checkpoint, optimizer_state, restore_
 from halve.find.feed import Feed
 from halve.find.interrupt import deferred_interrupt
 from halve.find.learner import Learner
+from halve.find.pace import Pace
 from halve.find.ranks import Ranks
 from halve.find.replay import Replay
 from halve.find.reporting import Report, Reporter
-from halve.find.settings import Pace, Settings
+from halve.find.settings import Settings
 from halve.find.trial import Estimate, try_step
 from halve.masks.mask import MaskSet
 
@@ -60,7 +61,7 @@ class Loop:
         self.start_codes = learner.sampler.codes()
         self.step, self.batches, self.before, self.images = 0, 0, 0.0, 0
         self.whole = True  # False while a step is half done: such a state must not be saved
-        self.recent: list[tuple[Any, int, Pace]] = []  # what was learned from since the last look
+        self.recent: list[tuple[Any, int, Pace[float]]] = []  # what was learned from since the last look
         self.changed, self.entropy = 0.0, learner.sampler.entropy()
         self.minutes = settings.budget_minutes
         self.steps = self._planned_steps()
@@ -103,7 +104,7 @@ class Loop:
                 raise
             pace = self.settings.pace_at(fraction, self.feed.epoch)
             if not estimated:
-                self._estimate(batches[0], pace.temperature)
+                self._estimate(batches[0], pace)
                 self.replay = self._recorded(batches)
                 estimated = True
                 self.began = time.perf_counter()
@@ -139,16 +140,16 @@ class Loop:
             return "several ranks, or several batches in a step"
         return Replay.recorded(self.learner, batches[0])
 
-    def _gradient(self, wrapped: Any, batches: list[Any], pace: Pace) -> Tensor:
+    def _gradient(self, wrapped: Any, batches: list[Any], pace: Pace[float]) -> Tensor:
         if isinstance(self.replay, Replay) and self.replay.fits(batches[0]):
-            return self.replay.gradient_(batches[0], self.step, pace.temperature, pace.noise)
+            return self.replay.gradient_(batches[0], self.step, pace)
         self.optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), device=self.logits.device)
         for micro, batch in enumerate(batches):
             last = micro == len(batches) - 1
             quiet = wrapped.no_sync() if isinstance(wrapped, DistributedDataParallel) and not last else nullcontext()
             with quiet:
-                loss = wrapped(batch, self.step, pace.temperature, micro, pace.noise) / len(batches)
+                loss = wrapped(batch, self.step, pace, micro) / len(batches)
                 loss.backward()
             total += loss.detach()
         return total
@@ -180,14 +181,14 @@ class Loop:
             raise DataError("epochs= needs data with a length, such as a DataLoader; give steps= or minutes= instead")
         return max(1, round(self.settings.epochs * self.feed.length / self.settings.accumulate))
 
-    def _estimate(self, batch: Any, temperature: float) -> None:
-        seconds, peak = try_step(self.learner, batch, temperature)
+    def _estimate(self, batch: Any, pace: Pace[float]) -> None:
+        seconds, peak = try_step(self.learner, batch, pace)
         per_step = seconds * self.settings.accumulate
         left = 60 * (self.minutes or 0) - self.before
         whole = left if self.steps is None else per_step * (self.steps - self.step)
         self.reporter.tell(Estimate(per_step, whole, peak, self.steps))
 
-    def _report(self, loss: float, pace: Pace, look: bool) -> None:
+    def _report(self, loss: float, pace: Pace[float], look: bool) -> None:
         if look:
             self.entropy = self.learner.sampler.entropy()
             self.changed = float((self.learner.sampler.codes() != self.start_codes).double().mean())
@@ -266,7 +267,7 @@ class Loop:
 
     def _give_up(self) -> None:
         self._save()
-        found = (self.learner.blame(batch, step, pace.temperature, pace.noise) for batch, step, pace in self.recent)
+        found = (self.learner.blame(batch, step, pace) for batch, step, pace in self.recent)
         layer = next((name for name in found if name is not None), None)
         raise LearningError(
             f"the loss is NaN or infinite by step {self.step}, "

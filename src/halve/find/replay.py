@@ -1,7 +1,7 @@
 """A learning step recorded once as a CUDA graph and replayed.
 
 A small network spends most of a step on launching kernels, not on running them; a replay launches them all at once.
-What changes from step to step is written into fixed places first: images, noise, temperature.
+What changes from step to step is written into fixed places first: images, noise, pace.
 """
 
 import contextlib
@@ -16,6 +16,7 @@ from torch import Tensor
 from halve.errors import DataError
 from halve.find.batches import images_of, to_device
 from halve.find.learner import Learner
+from halve.find.pace import Pace
 
 _WARM_UP = 3  # steps before recording: libraries choose and load their kernels
 
@@ -28,7 +29,8 @@ class Replay:
         self._learner = learner
         self._images = images.clone(memory_format=torch.preserve_format)
         self._gumbel = learner.draw(0)
-        self._temperature, self._noise = (torch.ones((), device=device) for _ in range(2))
+        temperature, noise, guidance = (torch.ones((), device=device) for _ in range(3))
+        self._pace = Pace(temperature, noise, guidance)
         self._graph = torch.cuda.CUDAGraph()
         with best_algorithms(), _undisturbed():
             stream = _side_stream(device)
@@ -41,7 +43,7 @@ class Replay:
                 self._loss, self._gradient = self._step()
 
     def _step(self) -> tuple[Tensor, Tensor]:
-        loss = self._learner.loss(self._images, self._gumbel, self._temperature, self._noise)
+        loss = self._learner.loss(self._images, self._gumbel, self._pace)
         (gradient,) = torch.autograd.grad(loss, self._learner.sampler.logits)
         return loss.detach(), gradient
 
@@ -65,14 +67,15 @@ class Replay:
         except DataError:
             return False
 
-    def gradient_(self, batch: Any, step: int, temperature: float, noise: float) -> Tensor:
+    def gradient_(self, batch: Any, step: int, pace: Pace[float]) -> Tensor:
         """Set the logits' gradient for a batch, and give its loss."""
         images = to_device(images_of(batch), self._learner.model)
         self._images.copy_(self._learner.varied(images, step))
         for place, drawn in zip(self._gumbel, self._learner.draw(step), strict=True):
             place.copy_(drawn)
-        self._temperature.fill_(temperature)
-        self._noise.fill_(noise)
+        self._pace.temperature.fill_(pace.temperature)
+        self._pace.noise.fill_(pace.noise)
+        self._pace.guidance.fill_(pace.guidance)
         self._graph.replay()
         self._learner.sampler.logits.grad = self._gradient
         return self._loss.clone()

@@ -5,17 +5,18 @@ import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal, cast
 
 from halve.errors import ModelError, listed
 from halve.find.objective import Match, Objective
+from halve.find.pace import Pace
 from halve.find.prune import ScoreFunction
 from halve.find.sampling import Final
 from halve.find.select import SelectOptions
 from halve.masks.mask import MaskSet
 
 DEFAULT_MINUTES = 2.0
-NOISE_UNTIL = 0.8  # share of a run after which the noise stays at its last value
+SETTLED = 0.8  # share of a run after which noise and guidance stay at their last values
 
 
 class LearnOptions(SelectOptions, total=False):
@@ -40,14 +41,6 @@ class LearnOptions(SelectOptions, total=False):
     minutes: float | None
     accumulate: int
     seed: int
-
-
-class Pace(NamedTuple):
-    """What changes from step to step."""
-
-    lr: float
-    temperature: float
-    noise: float
 
 
 @dataclass(frozen=True)
@@ -146,16 +139,17 @@ class Settings:
         [1.0, 0.5, 0.0, 0.0]
         """
         first, last = self.noises
-        return first + (last - first) * min(fraction / NOISE_UNTIL, 1.0)
+        return first + (last - first) * min(fraction / SETTLED, 1.0)
 
     @property
     def budget_minutes(self) -> float | None:
         """Minutes that the run may take; None where steps or epochs are counted instead."""
         return self.minutes or (DEFAULT_MINUTES if self.steps is None and self.epochs is None else None)
 
-    def pace_at(self, fraction: float, epoch: int) -> "Pace":
+    def pace_at(self, fraction: float, epoch: int) -> Pace[float]:
         """What changes along the run."""
-        return Pace(self.lr_at(fraction, epoch), self.temperature_at(fraction), self.noise_at(fraction))
+        guidance = 1 - min(fraction / SETTLED, 1.0)
+        return Pace(self.temperature_at(fraction), self.noise_at(fraction), guidance, self.lr_at(fraction, epoch))
 
     def lr_at(self, fraction: float, epoch: int) -> float:
         """The learning rate after this fraction of the run, in this epoch."""

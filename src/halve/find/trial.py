@@ -12,6 +12,7 @@ from torch import Tensor
 
 from halve.errors import ModelError
 from halve.find.learner import Learner
+from halve.find.pace import Pace
 
 
 class Estimate(NamedTuple):
@@ -23,13 +24,13 @@ class Estimate(NamedTuple):
     steps: int | None
 
 
-def try_step(learner: Learner, batch: Any, temperature: float) -> tuple[float, int]:
+def try_step(learner: Learner, batch: Any, pace: Pace[float]) -> tuple[float, int]:
     """Seconds and peak bytes of one step; raises `ModelError` with a batch that fits where this one does not."""
     device = learner.sampler.logits.device
     repeats = 2 if device.type == "cuda" else 1  # the first one on a GPU loads and tunes kernels
-    seconds = [_seconds(learner, batch, temperature) for _ in range(repeats)][-1]
+    seconds = [_seconds(learner, batch, pace) for _ in range(repeats)][-1]
     if seconds is None:
-        raise ModelError(_does_not_fit(learner, batch, temperature))
+        raise ModelError(_does_not_fit(learner, batch, pace))
     states = 2 * learner.sampler.logits.numel() * 4  # Adam's averages come on top
     return seconds, peak_bytes(device) + states
 
@@ -46,14 +47,14 @@ def peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _seconds(learner: Learner, batch: Any, temperature: float) -> float | None:
+def _seconds(learner: Learner, batch: Any, pace: Pace[float]) -> float | None:
     """How long a step takes; None when it does not fit. What it held is free afterwards, the error's frames too."""
     logits = learner.sampler.logits
     if logits.is_cuda:
         torch.cuda.reset_peak_memory_stats(logits.device)
     started = time.perf_counter()
     try:
-        loss: Tensor = learner(batch, -1, temperature)
+        loss: Tensor = learner(batch, -1, pace)
         loss.backward()
         if logits.is_cuda:
             torch.cuda.synchronize(logits.device)
@@ -64,7 +65,7 @@ def _seconds(learner: Learner, batch: Any, temperature: float) -> float | None:
         logits.grad = None
 
 
-def _does_not_fit(learner: Learner, batch: Any, temperature: float) -> str:
+def _does_not_fit(learner: Learner, batch: Any, pace: Pace[float]) -> str:
     size = _length(batch)
     if not size:
         return "a batch does not fit into memory: give smaller batches, and accumulate= several of them"
@@ -72,7 +73,7 @@ def _does_not_fit(learner: Learner, batch: Any, temperature: float) -> str:
     while smaller:
         gc.collect()
         torch.cuda.empty_cache()
-        if _seconds(learner, _first(batch, size, smaller), temperature) is not None:
+        if _seconds(learner, _first(batch, size, smaller), pace) is not None:
             more = -(-size // smaller)
             return f"a batch of {size} does not fit into memory, one of {smaller} does: use it with accumulate={more}"
         smaller //= 2

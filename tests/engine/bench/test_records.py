@@ -21,7 +21,18 @@ def test_records_hold_all_that_is_needed_and_leave_out_what_is_unknown():
 
 
 def test_layer_records_hold_the_plan():
-    entry = Entry("conv1", "4>8 3x3 at 1 x 8 x 8", "sparse 64x64", 0.1, 0.2, "fastest")
+    entry = Entry("conv1", "4>8 3x3 at 1 x 8 x 8", "sparse 64x64", 0.1, 0.2, 0.15, 0.1, "fastest")
     [record] = layer_records([Measurement(1, "halve", 1.0, 1.0, 1.0, plan=(entry,))], "net")
-    assert list(record) == ["network", "batch", "layer", "shape", "kernel", "time_ms", "dense_ms", "reason"]
+    assert list(record) == [
+        "network",
+        "batch",
+        "layer",
+        "shape",
+        "kernel",
+        "time_ms",
+        "dense_ms",
+        "twin_ms",
+        "sparse_ms",
+        "reason",
+    ]
     assert record["kernel"] == "sparse 64x64"

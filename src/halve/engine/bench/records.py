@@ -49,7 +49,7 @@ def records(
 
 
 def layer_records(measurements: Iterable[Measurement], network: str) -> list[dict[str, Any]]:
-    """One record per layer of each plan that was measured: layer, shape, kernel, time_ms, dense_ms, reason."""
+    """One record per layer of each plan that was measured: layer, shape, kernel, times, reason."""
     return [
         {"network": network, "batch": one.batch} | {key: _rounded(value, 5) for key, value in asdict(entry).items()}
         for one in measurements
