@@ -26,7 +26,9 @@ def learn(
     objective: Annotated[str | None, typer.Option(help="distill (default, no labels needed) or task.")] = None,
     match: Annotated[
         str,
-        typer.Option(help="Matched in distilling: both (outputs and features), outputs, features or probabilities."),
+        typer.Option(
+            help="Matched in distilling: both (outputs and features, then probabilities) or one of these alone."
+        ),
     ] = "both",
     features: Annotated[
         list[str] | None, typer.Option(help="Blocks to match, by glob (default: found); repeatable.")
