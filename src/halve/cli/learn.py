@@ -27,7 +27,7 @@ def learn(
     match: Annotated[
         str,
         typer.Option(
-            help="Matched in distilling: both (outputs and features, then probabilities) or one of these alone."
+            help="Matched in distilling: both (outputs, features, then probabilities), or one of these alone."
         ),
     ] = "both",
     features: Annotated[
