@@ -135,6 +135,9 @@ def gpu_layers() -> str:
     for (network, shape), found in kinds.items():
         cells = []
         for batch in LAYER_BATCHES:
+            if batch not in found:
+                cells.append("")
+                continue
             times = [
                 statistics.mean(1000 * record[kind] for record in found[batch])
                 for kind in ("dense_ms", "twin_ms", "sparse_ms")
@@ -144,7 +147,7 @@ def gpu_layers() -> str:
             words[fastest] = f"**{words[fastest]}**"
             cells.append(" / ".join(words))
         name = f"{network.replace('resnet', 'ResNet-')} {shape}"
-        lines.append(f"| {name} | {len(found[LAYER_BATCHES[0]])} | {' | '.join(cells)} |")
+        lines.append(f"| {name} | {max(map(len, found.values()))} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

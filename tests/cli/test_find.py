@@ -121,7 +121,7 @@ def test_a_model_without_batchnorm_cannot_be_recalibrated_and_nothing_is_written
 
 def test_prune_permutes_with_and_without_images_and_tells_what_it_gained(halve, net, folder):
     result = halve("prune", *net, "--permute")
-    assert "channel orders for 2 layers; squares of the score that are kept: " in result.out
+    assert "channel orders for 2 layers; kept of what they were searched by: " in result.out
     masks = package.load(folder / "net.masks.safetensors")
     assert masks["body"].layout.channel_order is not None
     assert masks["point"].layout.channel_order is not None

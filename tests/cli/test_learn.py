@@ -47,7 +47,7 @@ def test_json_stands_alone_on_standard_output(halve, net):
 
 def test_channel_orders_are_looked_for_and_what_they_gained_is_told(halve, net):
     result = halve("learn", *net, "--data", "photos", *FAST)
-    assert "channel orders for 2 layers; squares of the score that are kept: " in result.out
+    assert "channel orders for 2 layers; kept of what they were searched by: " in result.out
     assert "channel orders" not in halve("learn", *net, "--data", "photos", *FAST, "--no-permute").out
     told = halve("learn", *net, "--data", "photos", *FAST, "--permute", "--permute-seconds", "9", "--json").json
     assert told["permute"]["layers"] == 2

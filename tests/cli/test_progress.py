@@ -28,7 +28,7 @@ def test_the_rate_of_finished_work_is_not_zero(capsys):
 
 
 def report(step):
-    return Report(step, 40, 0.5, 0.25, 0.125, 0.1, 1.0, 0.5, 1234.0, float(step), 75.0)
+    return Report(step, 40, 0.5, 0.25, 0.125, 0.1, 1.0, 0.5, 0.5, 1234.0, float(step), 75.0)
 
 
 def test_a_log_gets_the_estimate_and_a_line_now_and_then(capsys):

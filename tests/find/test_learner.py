@@ -4,7 +4,7 @@ from torch import nn
 
 from halve.find.frozen import frozen
 from halve.find.learner import Call, Learner
-from halve.find.objective import distill_both, distill_probabilities
+from halve.find.objective import distill_all, distill_probabilities
 from halve.find.pace import Pace
 from halve.find.sampling import Sampler
 from halve.find.select import select
@@ -13,10 +13,10 @@ from tests.random_masks import random
 from tests.tiny import convnet, images
 from tests.untouched import untouched
 
-STEADY = Pace(temperature=1.0, noise=1.0, guidance=1.0)
+STEADY = Pace(temperature=1.0, noise=1.0, guidance=1.0, lr=0.0)
 
 
-def a_learner(model, objective=distill_both, blocks=None, alpha=8.0, **options):
+def a_learner(model, objective=distill_all, blocks=None, alpha=8.0, **options):
     choices = select(model).masked
     weights = {c.name: weight_of(model.get_submodule(c.name)) for c in choices}
     sampler = Sampler(choices, weights, {name: w.abs() for name, w in weights.items()}, alpha)
@@ -32,7 +32,7 @@ def test_the_logits_are_the_learners_only_parameter_and_the_model_is_not_in_its_
 def test_the_loss_is_that_of_the_model_with_the_sampled_weights():
     model = convnet()
     learner = a_learner(model, distill_probabilities, [], seed=3, rank=2)
-    loss = learner(images(), 5, Pace(0.5, 0.7, 1.0), 1)
+    loss = learner(images(), 5, Pace(0.5, 0.7, 1.0, lr=0.0), 1)
     sampled = learner.sampler.sample(temperature=0.5, seed=3, step=5, rank=1002, noise=0.7)
     masked = torch.func.functional_call(model, {f"{name}.weight": w for name, w in sampled.items()}, (images(),))
     ours, theirs = masked.log_softmax(1), model(images()).log_softmax(1)
@@ -77,7 +77,7 @@ def test_autocast_runs_the_model_in_bf16_and_gives_a_near_loss_in_fp32():
 
     def look(views):
         seen.append(views.output.dtype)
-        return distill_both(views)
+        return distill_all(views)
 
     plain, cast = (a_learner(convnet(), look, autocast=d)(images(), 0, STEADY) for d in (None, torch.bfloat16))
     assert seen == [torch.float32, torch.bfloat16]

@@ -14,6 +14,7 @@ from halve.find.objective import (
     OUTPUT_WEIGHT,
     Views,
     _RelativeError,
+    distill_all,
     distill_both,
     distill_features,
     distill_outputs,
@@ -89,19 +90,24 @@ def test_features_are_compared_by_their_relative_squared_error():
     assert float(found) == pytest.approx(FEATURE_WEIGHT * (1 / 25 + last * 4 / 2) / (1 + last))
 
 
+def test_both_is_the_sum():
+    v = views(random(3, 5), random(3, 5, seed=1), [random(4)], [random(4, seed=1)], guidance=0.0)
+    assert float(distill_both(v)) == pytest.approx(float(distill_outputs(v) + distill_features(v)))
+
+
 @pytest.mark.parametrize("guidance", [1.0, 0.25, 0.0])
 @pytest.mark.parametrize(("classes", "shown"), [((0, 1, 2), 1.0), ((0, 2, 2), 2 / 3), ((1, 1, 1), 1 / 3)])
 def test_outputs_and_features_give_way_to_probabilities_as_far_as_all_classes_are_shown(classes, shown, guidance):
     theirs = random(3, 3) + 9 * torch.eye(3)[list(classes)]
     v = views(random(3, 3, seed=2), theirs, [random(4)], [random(4, seed=1)], guidance=guidance)
-    guided, probabilities = float(distill_outputs(v) + distill_features(v)), float(distill_probabilities(v))
-    expected = (1 - shown * (1 - guidance)) * guided + shown * probabilities
-    assert float(distill_both(v)) == pytest.approx(expected)
+    expected = (1 - shown * (1 - guidance)) * distill_both(v) + shown * distill_probabilities(v)
+    assert float(distill_all(v)) == pytest.approx(float(expected))
 
 
-def test_both_is_the_sum_of_outputs_and_features_where_there_are_no_classes():
-    v = views(random(3, 1), random(3, 1, seed=1), [random(4)], [random(4, seed=1)], guidance=0.0)
-    assert float(distill_both(v)) == pytest.approx(float(distill_outputs(v) + distill_features(v)))
+@pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 4, 2, 2), (3, 6, 4)])
+def test_outputs_that_are_no_rows_of_class_scores_are_not_taken_for_probabilities(shape):
+    v = views(random(*shape), random(*shape, seed=1), [random(4)], [random(4, seed=1)], guidance=0.0)
+    assert float(distill_all(v)) == float(distill_both(v))
 
 
 def test_the_gradient_of_the_relative_error_is_right():
@@ -227,6 +233,7 @@ def test_watching_sees_outputs_in_the_order_in_which_they_run_and_leaves_no_hook
 
 
 def test_objectives_by_name():
+    assert objective_named("distill", "all") is distill_all
     assert objective_named("distill", "both") is distill_both
     assert objective_named("distill", "outputs") is distill_outputs
     assert objective_named("distill", "features") is distill_features

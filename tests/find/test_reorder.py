@@ -3,8 +3,9 @@ import torch
 
 import halve
 from halve.errors import ModelError
+from halve.find import reorder
 from halve.find.reorder import graded_by, seconds_for, why_not
-from tests.tiny import convnet, loader
+from tests.tiny import convnet, images, loader
 
 
 @pytest.mark.parametrize(
@@ -42,3 +43,12 @@ def test_a_reason_is_one_line():
     assert why_not(ModelError("it is odd\nin many ways")) == "it is odd"
     assert why_not(KeyError()) == "KeyError: "
     assert why_not(RuntimeError("x" * 500)) == "RuntimeError: " + "x" * 160
+
+
+@pytest.mark.parametrize(("score", "power"), [("magnitude", 1), ("wanda", 2)])
+def test_orders_are_searched_by_magnitudes_as_they_are_and_by_squares_of_wandas_scores(monkeypatch, score, power):
+    given = []
+    monkeypatch.setattr(reorder, "permute", lambda model, choices, found, *_, **__: given.append(found))
+    found = {"0": torch.tensor([[0.5, 3.0]])}
+    reorder.reordered(convnet(), [], score, found, images(), 1.0)
+    assert torch.equal(given[0]["0"], found["0"] ** power)

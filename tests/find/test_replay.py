@@ -39,7 +39,7 @@ def test_a_replayed_step_is_the_step(augment):
     replay = Replay.recorded(learner, batches[0])
     assert isinstance(replay, Replay), replay
     for step, batch in enumerate(batches):
-        pace = Pace(temperature=1.0 + step, noise=1.0 / (1 + step), guidance=0.3 * step)
+        pace = Pace(temperature=1.0 + step, noise=1.0 / (1 + step), guidance=0.3 * step, lr=0.0)
         loss, expected = gradient_of(learner, batch, step, pace)
         got = replay.gradient_(batch, step, pace)
         torch.testing.assert_close(got, loss, rtol=1e-4, atol=1e-6)

@@ -8,7 +8,7 @@ from halve.find.ranks import Ranks
 from halve.find.reporting import Report, Reporter
 from halve.find.trial import Estimate
 
-REPORT = Report(10, 40, 0.5, 0.25, 0.125, 0.1, 1.0, 0.5, 1234.0, 3.0, 9.0)
+REPORT = Report(10, 40, 0.5, 0.25, 0.125, 0.1, 1.0, 0.5, 0.5, 1234.0, 3.0, 9.0)
 
 
 def reporter(tell=None, log=None):

@@ -27,9 +27,9 @@ def learn(
     match: Annotated[
         str,
         typer.Option(
-            help="Matched in distilling: both (outputs, features, then probabilities), or one of these alone."
+            help="Matched in distilling: all, both (outputs and features), outputs, features or probabilities."
         ),
-    ] = "both",
+    ] = "all",
     features: Annotated[
         list[str] | None, typer.Option(help="Blocks to match, by glob (default: found); repeatable.")
     ] = None,

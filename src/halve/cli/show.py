@@ -92,7 +92,7 @@ def permuted(summary: Mapping[str, Any]) -> None:
     kept = f"{percent(summary['kept_before'])} -> {percent(summary['kept_after'])}"
     layers = f"{summary['layers']} layer{'' if summary['layers'] == 1 else 's'}"
     if summary["layers"]:
-        say(f"channel orders for {layers}; squares of the score that are kept: {kept}, in {summary['seconds']} s")
+        say(f"channel orders for {layers}; kept of what they were searched by: {kept}, in {summary['seconds']} s")
     else:
         say("channel orders: none that keeps more")
     if summary["not_whole"]:

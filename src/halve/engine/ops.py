@@ -145,9 +145,19 @@ def _packed_conv2d(
 
 
 def _packed_conv2d_fake(
-    x: Tensor, values: Any, metadata: Any, bias: Any, residual: Any, *sizes_activation_tile: Any
+    x: Tensor,
+    values: Any,
+    metadata: Any,
+    bias: Any,
+    residual: Any,
+    shape: Any,
+    stride: Any,
+    padding: Any,
+    dilation: Any,
+    activation: str,
+    tile: str,
 ) -> Tensor:
-    size = _result_shape(x, _geometry(*sizes_activation_tile[:5]))
+    size = _result_shape(x, _geometry(shape, stride, padding, dilation, activation))
     return torch.empty(size, dtype=x.dtype, device=x.device, memory_format=_NHWC)
 
 
@@ -183,7 +193,7 @@ def _packed_linear(
 
 
 def _packed_linear_fake(
-    x: Tensor, values: Any, metadata: Any, bias: Any, residual: Any, rows: int, *activation_tile: Any
+    x: Tensor, values: Any, metadata: Any, bias: Any, residual: Any, rows: int, activation: str, tile: str
 ) -> Tensor:
     return x.new_empty(*x.shape[:-1], rows)
 

@@ -133,7 +133,8 @@ def _timed(layer: Layer, x: Tensor, residual: Tensor | None, memory: Memory) -> 
     ways = layer.possible()
     geometry = layer.geometry
     size = f"{x.shape[0]} x {x.shape[2]} x {x.shape[3]}" if x.dim() == 4 and not layer.linear else f"{len(x)}"
-    shape = f"{geometry.channels}>{geometry.rows} {geometry.kernel[0]}x{geometry.kernel[1]} at {size}"
+    stride = f"/{geometry.stride[0]}" if geometry.stride != (1, 1) else ""
+    shape = f"{geometry.channels}>{geometry.rows} {geometry.kernel[0]}x{geometry.kernel[1]}{stride} at {size}"
     key = "|".join(map(str, (geometry, tuple(x.shape), x.dtype, residual is not None, layer.linear, layer.halved)))
     times = memory.recall(key, ways) if len(ways) > 1 else {}
     if times is None:

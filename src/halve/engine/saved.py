@@ -26,7 +26,7 @@ from halve.errors import EngineError, FileError
 from halve.masks.storage import write_atomically
 
 _ABOUT = "halve.json"
-_VERSION = 1
+_VERSION = 2
 
 
 def save(fast: Compiled, path: str | Path) -> None:

@@ -61,10 +61,11 @@ def learn(
     `data` gives batches of images, labels are not needed. The model stays as it is. Options, all with defaults:
 
     - budget: `minutes` (2), `steps`, or `epochs`; `accumulate` batches per step.
-    - `objective`: "distill" matches the dense network's outputs and the features of its blocks, towards the end its
-      probabilities where batches show all classes (`match`: "both", or alone "outputs", "features", "probabilities";
-      `features` names blocks by glob); "task" is cross-entropy; or a function of `Views`. `augment` (True) varies the
-      images that are distilled on: flips, crops, mixtures.
+    - `objective`: "distill" matches the dense network's outputs and the features of its blocks, and more and more its
+      class probabilities, as far as batches show all classes (`match`: "all"; "both" for outputs and features, as
+      networks want that give no class scores; "outputs", "features" or "probabilities" alone; `features` names blocks
+      by glob); "task" is cross-entropy; or a function of `Views`. `augment` (True) varies the images that are distilled
+      on: flips, crops, mixtures.
     - `start`: "magnitude" or another score, with sharpness `alpha` (8); a MaskSet to go on from; "glorot" for random.
     - `noise`: scale of the Gumbel noise, from 1 at the start to 0 at four fifths of the run, where sampling has become
       the final choice; `temperature` (1.0, or a pair), `hard` samples, `final` "argmax" or "sample", `seed`.
@@ -172,7 +173,8 @@ def learn(
 
 
 def _sees_features(settings: Settings) -> bool:
-    return callable(settings.objective) or (settings.objective == "distill" and settings.match != "outputs")
+    distilled = settings.objective == "distill" and settings.match in ("all", "both", "features")
+    return callable(settings.objective) or distilled
 
 
 def _layout_of(choice: Choice) -> tuple[Any, ...]:

@@ -205,6 +205,7 @@ class Loop:
             pace.lr,
             pace.temperature,
             pace.noise,
+            pace.guidance,
             images,
             self._seconds(),
             max(left, 0.0),

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from halve.errors import DataError, ModelError, listed
 from halve.find.batches import labels_of, main_output
 
-Match = Literal["both", "outputs", "features", "probabilities"]
+Match = Literal["all", "both", "outputs", "features", "probabilities"]
 FEATURE_WEIGHT = 10.0  # of the mean relative error of the features, beside that of the outputs
 OUTPUT_WEIGHT = 5.0
 DEPTH = (
@@ -122,26 +122,31 @@ def _squares(x: Tensor) -> Tensor:
 
 
 def distill_both(views: Views) -> Tensor:
-    """Outputs and features together; as far as a batch shows all classes, they give way to probabilities.
+    """Outputs and features together."""
+    return distill_outputs(views) + distill_features(views)
+
+
+def distill_all(views: Views) -> Tensor:
+    """Outputs and features, which give way to probabilities as far as the batch shows all classes.
 
     Features and scores lead to good masks quickly and from few images; where classes are confused is in the
-    probabilities, but of classes that are not shown these say next to nothing.
+    probabilities, but of classes that are not shown these say next to nothing. Outputs other than (n, classes) are not
+    taken for class scores.
     """
-    guided = distill_outputs(views) + distill_features(views)
-    axis = _class_axis(views.output)
-    if axis is None:
-        return guided
-    shown = _share_of_classes(_dense_output(views), axis)
-    return (1 - shown * (1 - views.guidance)) * guided + shown * distill_probabilities(views)
+    both = distill_both(views)
+    if views.output.dim() != 2 or views.output.shape[1] < 2:
+        return both
+    shown = _share_of_classes(_dense_output(views))
+    return (1 - shown * (1 - views.guidance)) * both + shown * distill_probabilities(views)
 
 
-def _share_of_classes(output: Tensor, axis: int) -> Tensor:
-    """Of all classes, those that something in the batch is taken for."""
-    taken = output.argmax(axis).flatten()
-    return torch.zeros(output.shape[axis], device=output.device).index_fill(0, taken, 1.0).mean()
+def _share_of_classes(output: Tensor) -> Tensor:
+    """Of all classes, those that some image is taken for."""
+    return torch.zeros(output.shape[1], device=output.device).index_fill(0, output.argmax(1), 1.0).mean()
 
 
 DISTILLATIONS: dict[Objective, Match] = {
+    distill_all: "all",
     distill_both: "both",
     distill_outputs: "outputs",
     distill_features: "features",
@@ -230,7 +235,7 @@ def objective_named(name: str | Objective, match: Match) -> Objective:
         return task
     if name != "distill" or match not in known:
         raise ModelError(
-            f"objective={name!r}, match={match!r}: there are 'distill' (both, outputs, features, probabilities) "
+            f"objective={name!r}, match={match!r}: there are 'distill' (all, both, outputs, features, probabilities) "
             f"and 'task'"
         )
     return known[match]

@@ -13,4 +13,4 @@ class Pace(NamedTuple, Generic[Number]):
     temperature: Number
     noise: Number
     guidance: Number  # how much features and scores count beside probabilities
-    lr: float = 0.0
+    lr: float

@@ -30,7 +30,7 @@ class Replay:
         self._images = images.clone(memory_format=torch.preserve_format)
         self._gumbel = learner.draw(0)
         temperature, noise, guidance = (torch.ones((), device=device) for _ in range(3))
-        self._pace = Pace(temperature, noise, guidance)
+        self._pace = Pace(temperature, noise, guidance, lr=0.0)  # the optimizer is not recorded
         self._graph = torch.cuda.CUDAGraph()
         with best_algorithms(), _undisturbed():
             stream = _side_stream(device)

@@ -26,6 +26,7 @@ class Report:
     lr: float
     temperature: float
     noise: float
+    guidance: float
     images_per_s: float
     seconds: float
     seconds_left: float

@@ -48,7 +48,7 @@ class Settings:
     """All that decides a run but model, selection and data."""
 
     objective: str | Objective = "distill"
-    match: Match = "both"
+    match: Match = "all"
     features: tuple[str, ...] | None = None
     start: str | ScoreFunction | MaskSet = "magnitude"
     alpha: float = 8.0

@@ -1,6 +1,7 @@
 """Times of several calls, taken in turns: a change of the clock or a busy neighbour meets all of them alike."""
 
 import itertools
+import random
 import time
 from collections.abc import Callable, Mapping
 
@@ -46,7 +47,8 @@ def in_turns(
 ) -> tuple[dict[str, list[float]], dict[str, Exception]]:
     """Milliseconds of each call, from rounds over all of them with about `seconds` for each; and those that failed.
 
-    The first call of each burst is not counted: it finds the caches as another system left them, and a GPU idle.
+    The first call of each burst is not counted: it finds the caches as another system left them, and a GPU idle. Each
+    round has another order: what one system makes of the clock is met by the next.
 
     >>> times, failed = in_turns({"short": lambda: None, "wrong": lambda: 1 / 0}, _on_cpu, seconds=0.01)
     >>> list(times), failed
@@ -63,10 +65,12 @@ def in_turns(
     slowest = max(takes.values(), default=1.0)
     rounds = max(FEWEST, min(ROUNDS, int(1e3 * seconds / slowest)))
     counts = {name: max(1, min(_MOST, round(1e3 * seconds / rounds / ms))) for name, ms in takes.items()}
+    orders = random.Random(0)
     for _ in progress(range(rounds), what) if progress else range(rounds):
-        for name, count in counts.items():
+        for name in orders.sample(list(counts), len(counts)):
             if name in failed:
                 continue
+            count = counts[name]
             try:
                 times[name] += burst(calls[name], count + 1)[1:] if count > 1 else burst(calls[name], 1)
             except Exception as error:
