@@ -3,9 +3,11 @@ import json
 import pytest
 import torch
 
+from halve.engine import plan
 from halve.engine.geometry import Geometry
 from halve.engine.layer import Layer
-from halve.engine.plan import Entry, Plan, Timed, entry_of
+from halve.engine.memory import Memory
+from halve.engine.plan import Entry, Plan, Timed, entry_of, timed
 
 LAYER = Layer("fc", Geometry(4, 8), torch.randn(4, 8), None, linear=True)
 
@@ -30,12 +32,39 @@ def test_a_layer_that_our_kernels_cannot_run_takes_its_fastest_dense_way():
 
 
 def test_a_plan_is_written_and_read():
-    plan = Plan({1: [Entry("a", "4>2", "torch", 0.1, None, None, 0.2, "why")], 8: []}, {"b": "left"})
-    assert Plan.from_json(json.loads(json.dumps(plan.as_json()))) == plan
-    assert "b: as it was (left)" in str(plan)
+    table = Plan({1: [Entry("a", "4>2", "torch", 0.1, None, None, 0.2, "why")], 8: []}, {"b": "left"})
+    assert Plan.from_json(json.loads(json.dumps(table.as_json()))) == table
+    assert "b: as it was (left)" in str(table)
 
 
 def test_a_line_says_what_our_kernels_take_with_all_and_half_weights():
     entry = entry_of(timing(torch=3.0, gemm=2.0, sparse_64x64=1.5, sparse_16x32=4.0, twin_64x64=2.5), "gemm", "why")
     assert (entry.time_ms, entry.dense_ms, entry.twin_ms, entry.sparse_ms) == (2.0, 2.0, 2.5, 1.5)
     assert entry_of(timing(torch=3.0), "torch", "why").sparse_ms is None
+
+
+def test_a_way_that_has_no_memory_today_is_tried_again_and_one_that_fails_is_not(monkeypatch):
+    state = {"free": False}
+
+    class Crowded(Layer):
+        def possible(self, twins=True):
+            return ["torch", "gemm", "sparse 64x64"]
+
+        def hold(self, ways):
+            pass
+
+        def run(self, x, residual, way):
+            if way == "gemm":
+                raise RuntimeError("no kernel")
+            if way.startswith("sparse") and not state["free"]:
+                raise torch.OutOfMemoryError("held by others")
+            return super().run(x, residual, "torch")
+
+    monkeypatch.setattr(plan, "graph_times", lambda calls: dict.fromkeys(calls, 1.0))
+    layer = Crowded("fc", Geometry(4, 8), torch.randn(4, 8), None, linear=True)
+    memory = Memory(None)
+    for free, expected in ((False, {"torch": 1.0}), (True, {"torch": 1.0, "sparse 64x64": 1.0})):
+        state["free"] = free
+        [found] = timed([layer], lambda: layer(torch.randn(2, 8)), memory)
+        assert found.times == expected
+    assert memory.recall(next(iter(memory.known)), ["gemm"]) == {"gemm": float("inf")}

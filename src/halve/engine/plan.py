@@ -148,16 +148,22 @@ def _timed(layer: Layer, x: Tensor, residual: Tensor | None, memory: Memory) -> 
 
 
 def _measured(layer: Layer, x: Tensor, residual: Tensor | None, ways: list[str]) -> dict[str, float]:
-    """Milliseconds of each way; infinite where it fails or is wrong on this GPU."""
+    """Milliseconds of each way; infinite where it fails or is wrong on this GPU.
+
+    Left out is what wants memory that others hold now: that may be another time.
+    """
     expected = layer.run(x, residual, DENSE).float()
     tolerance = _TOLERANCE.get(x.dtype, 1e-3) * float(expected.abs().nan_to_num().max().clamp(min=1e-6))
-    calls = {}
+    calls, crowded = {}, set()
     for way in ways:
         try:
             got = layer.run(x, residual, way).float()
+        except torch.OutOfMemoryError:
+            crowded.add(way)
+            continue
         except (RuntimeError, ValueError):  # a library that has no kernel for this shape
             continue
         if bool(torch.isclose(got, expected, rtol=0, atol=tolerance, equal_nan=True).all()):
             calls[way] = lambda way=way: layer.run(x, residual, way)
     times = graph_times(calls)
-    return {way: times.get(way, float("inf")) for way in ways}
+    return {way: times.get(way, float("inf")) for way in ways if way not in crowded}
