@@ -67,7 +67,7 @@ def accuracy() -> str:
         lines.append(f"| {NAMES[network]}, {data}, {METRICS[metric]} | {' | '.join(cells)} |")
     learned = [r for r in records if r["method"] == "halve"]
     seconds = [r["seconds"] for r in learned]
-    where = ", ".join(dict.fromkeys(f"{r['hardware']}, torch {r['versions']['torch']}, {r['date']}" for r in learned))
+    where = "; ".join(dict.fromkeys(f"{r['hardware']}, torch {r['versions']['torch']}, {r['date']}" for r in learned))
     lines += [
         "",
         f"{len({r['seed'] for r in learned})} seeds, {min(seconds):.0f} to {max(seconds):.0f} s each: {where}.",

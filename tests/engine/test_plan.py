@@ -31,6 +31,10 @@ def test_a_layer_that_our_kernels_cannot_run_takes_its_fastest_dense_way():
     assert timing().above(1.0) == "torch"
 
 
+def test_our_kernel_is_taken_where_no_dense_way_had_memory():
+    assert timing(sparse_64x64=2.0).above(1.0) == "sparse 64x64"
+
+
 def test_a_plan_is_written_and_read():
     table = Plan({1: [Entry("a", "4>2", "torch", 0.1, None, None, 0.2, "why")], 8: []}, {"b": "left"})
     assert Plan.from_json(json.loads(json.dumps(table.as_json()))) == table

@@ -98,7 +98,7 @@ class Timed:
     def above(self, bar: float) -> str:
         """The fastest of our kernels where it has that share of the dense speed, otherwise the fastest dense way."""
         ours, dense = self.best("ours"), self.best("dense")
-        taken = ours not in ops.DENSE_WAYS and self.times[dense] >= bar * self.times[ours]
+        taken = ours not in ops.DENSE_WAYS and self.times.get(dense, float("inf")) >= bar * self.times[ours]
         return ours if taken else dense
 
 
