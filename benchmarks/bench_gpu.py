@@ -6,7 +6,8 @@
 Random weights and BatchNorm as it is initialised, masked by magnitude: no kernel's speed depends on which weights are
 kept. All systems of a batch size are timed in turns; torch.compile takes its time and is measured for some batch sizes
 alone. Writes benchmarks/results/gpu.json (one record per measurement) and gpu_layers.json (one per layer of each plan),
-anew after each network; does nothing without a GPU. Needs torch, torchvision, numpy and safetensors.
+in which networks that were not measured this time keep their records; does nothing without a GPU. Needs torch,
+torchvision, numpy and safetensors.
 """
 
 import argparse
@@ -65,9 +66,12 @@ def tell(network: str, found: list[Measurement], seconds: float) -> None:
         )
 
 
-def write(path: Path, found: list[dict[str, object]]) -> None:
+def write(path: Path, network: str, found: list[dict[str, object]]) -> None:
+    """Replace what is known of this network; others stay."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps(found, indent=1) + "\n")
+    old = json.loads(path.read_text()) if path.exists() else []
+    others = [record for record in old if record["network"] != network]
+    path.write_text(json.dumps(sorted(others + found, key=lambda record: str(record["network"])), indent=1) + "\n")
 
 
 def main() -> None:
@@ -86,16 +90,12 @@ def main() -> None:
         print("bench_gpu: no GPU, nothing measured")
         return
     device = torch.device("cuda", torch.cuda.current_device())
-    systems: list[dict[str, object]] = []
-    layers: list[dict[str, object]] = []
     for network in options.networks:
         started = time.perf_counter()
         found = measured(network, options)
         tell(network, found, time.perf_counter() - started)
-        systems += records(found, network, getattr(torch, options.dtype), device)
-        layers += layer_records(found, network)
-        write(options.out, systems)
-        write(options.layers_out, layers)
+        write(options.out, network, records(found, network, getattr(torch, options.dtype), device))
+        write(options.layers_out, network, layer_records(found, network))
 
 
 if __name__ == "__main__":

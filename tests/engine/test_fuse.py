@@ -67,7 +67,7 @@ def test_networks_of_torchvision_compute_the_same(name):
 def test_nothing_but_layers_and_pooling_is_left_of_a_residual_network():
     module, _ = fused_like(lively(torchvision.models.resnet18()), torch.randn(2, 3, 64, 64))
     left = [name for name in operations(module) if "halve" not in name]
-    assert left == ["aten.max_pool2d.default", "aten.adaptive_avg_pool2d.default", "aten.flatten.using_ints"]
+    assert left == ["aten.adaptive_avg_pool2d.default", "aten.flatten.using_ints"]
 
 
 def test_zeros_stay_zero():
@@ -190,3 +190,28 @@ def test_norms_without_weights_or_with_batch_statistics():
         module, layers = fuse(capture(net, x).parts[0])
         assert layers == [Fused("0", folded, False, "none")]
         torch.testing.assert_close(module(x), net(x))
+
+
+@pytest.mark.parametrize(
+    "pool",
+    [
+        nn.MaxPool2d(3, 2, 1),
+        nn.MaxPool2d(2),
+        nn.MaxPool2d(3, 2, ceil_mode=True),
+        nn.MaxPool2d((3, 1), (1, 2), (1, 0), (2, 1)),
+    ],
+    ids=str,
+)
+def test_pooling_is_the_engines_own(pool):
+    module, _ = fused_like(nn.Sequential(nn.Conv2d(3, 8, 3), pool).eval(), torch.randn(2, 3, 12, 13))
+    assert operations(module) == ["halve.conv2d.default", "halve.max_pool2d.default"]
+
+
+def test_pooling_that_says_where_is_left_as_it_is():
+    class Net(nn.Module):
+        def forward(self, x):
+            values, places = F.max_pool2d(x, 2, return_indices=True)
+            return values + places
+
+    module, _ = fused_like(Net().eval(), torch.randn(2, 3, 12, 12))
+    assert not any("halve" in operation for operation in operations(module))

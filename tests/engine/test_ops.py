@@ -34,6 +34,13 @@ def test_torch_finds_nothing_wrong_with_the_operations():
     torch.library.opcheck(torch.ops.halve.linear.default, (random(3, 6), random(4, 6, seed=1), b, None, "gelu"))
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_torch_finds_nothing_wrong_with_pooling(memory_format):
+    x = random(2, 8, 7, 6).contiguous(memory_format=memory_format)
+    torch.library.opcheck(torch.ops.halve.max_pool2d.default, (x, [3, 2], [2, 1], [1, 0], [1, 2], True))
+
+
 def test_an_operation_is_exported_with_a_free_batch():
     class Net(torch.nn.Module):
         def forward(self, x, w):

@@ -69,6 +69,8 @@ def fuse(part: Part) -> tuple[GraphModule, list[Fused]]:
             graph.erase_node(node)
         elif node.target in _ASSERTIONS:
             graph.erase_node(node)
+        elif node.target is _ATEN.max_pool2d.default and not node.kwargs and node.args[0].meta["val"].dim() == 4:
+            _pool(node)
     changing = {origin(value) for node in graph.nodes for value in written(node)}
     layers = []
     nodes = [node for node in graph.nodes if _is_layer(node) and not changing.intersection(node.all_input_nodes[1:])]
@@ -77,6 +79,18 @@ def fuse(part: Part) -> tuple[GraphModule, list[Fused]]:
     graph.eliminate_dead_code()
     module.delete_all_unused_submodules()
     return GraphModule(module, graph).eval(), layers  # anew: what export gives refuses eval() and copies
+
+
+def _pool(node: Node) -> None:
+    """Put the engine's own pooling in its place."""
+    given: list[Any] = list(node.args)
+    kernel, stride, padding, dilation, ceil_mode = given[1:] + [[], [0, 0], [1, 1], False][len(given) - 2 :]
+    sizes = (list(size) * (3 - len(size)) for size in (kernel, stride or kernel, padding, dilation))  # one for both
+    with node.graph.inserting_before(node):
+        new = node.graph.call_function(ops.max_pool2d._opoverload, (given[0], *sizes, ceil_mode))
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    node.graph.erase_node(node)
 
 
 def _is_layer(node: Node) -> bool:

@@ -1,4 +1,4 @@
-"""The engine's operations: a convolution or Linear layer with bias, residual and activation in one.
+"""The engine's operations: a convolution or Linear layer with bias, residual and activation in one; pooling.
 
 Registered with torch.library, so that torch.compile and torch.export see them as they are. Each has a reference
 implementation in plain PyTorch, which is also what runs where there is no kernel for it.
@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halve.engine.cuda import conv as cuda_conv
+from halve.engine.cuda import pool as cuda_pool
 from halve.engine.geometry import Geometry
 from halve.engine.pack import restored
 from halve.errors import EngineError
@@ -198,6 +199,36 @@ def _packed_linear_fake(
     return x.new_empty(*x.shape[:-1], rows)
 
 
+def _max_pool2d(
+    x: Tensor,
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    ceil_mode: bool,
+) -> Tensor:
+    """The largest of each window, without where it was.
+
+    >>> max_pool2d(torch.arange(4.0).reshape(1, 1, 2, 2), [2, 2], [2, 2], [0, 0], [1, 1], False).item()
+    3.0
+    """
+    return torch.max_pool2d(x, kernel, stride, padding, dilation, ceil_mode)
+
+
+def _max_pool2d_on_gpu(
+    x: Tensor,
+    kernel: list[int],
+    stride: list[int],
+    padding: list[int],
+    dilation: list[int],
+    ceil_mode: bool,
+) -> Tensor:
+    if not cuda_pool.fits(x):
+        return _max_pool2d(x, kernel, stride, padding, dilation, ceil_mode)
+    size = _max_pool2d(x.new_empty(x.shape, device="meta"), kernel, stride, padding, dilation, ceil_mode).shape[2:]
+    return cuda_pool.run(x, kernel, stride, padding, dilation, size)
+
+
 def _as_image(x: Tensor) -> Tensor:
     """(..., C) -> (1, C, rows, 1), channels last."""
     return x.reshape(1, -1, 1, x.shape[-1]).permute(0, 3, 1, 2)
@@ -234,9 +265,12 @@ conv2d = torch.library.custom_op("halve::conv2d", _conv2d, mutates_args=())
 linear = torch.library.custom_op("halve::linear", _linear, mutates_args=())
 packed_conv2d = torch.library.custom_op("halve::packed_conv2d", _packed_conv2d, mutates_args=())
 packed_linear = torch.library.custom_op("halve::packed_linear", _packed_linear, mutates_args=())
+max_pool2d = torch.library.custom_op("halve::max_pool2d", _max_pool2d, mutates_args=())
 conv2d.register_kernel("cuda", _conv2d_on_gpu)
 linear.register_kernel("cuda", _linear_on_gpu)
+max_pool2d.register_kernel("cuda", _max_pool2d_on_gpu)
 conv2d.register_fake(_conv2d)  # plain PyTorch runs on tensors without numbers as well
 linear.register_fake(_linear)
+max_pool2d.register_fake(_max_pool2d)
 packed_conv2d.register_fake(_packed_conv2d_fake)
 packed_linear.register_fake(_packed_linear_fake)

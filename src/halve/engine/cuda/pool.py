@@ -1,0 +1,74 @@
+"""The pooling kernel, and where it can run. `halve.engine.ops` specifies what it computes."""
+
+import ctypes
+import functools
+from collections.abc import Sequence
+from importlib import resources
+
+import torch
+from torch import Tensor
+
+from halve.engine.cuda import driver, jit
+
+_DTYPES = (torch.float16, torch.bfloat16)
+_PIECE = 8  # channels of one thread: 16 bytes
+_THREADS = 256
+_NHWC = torch.channels_last
+
+
+class _Shape(ctypes.Structure):
+    """`Shape` in pool.cu."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int)
+        for name in (
+            *("height", "width", "channels", "out_height", "out_width", "kernel_h", "kernel_w"),
+            *("stride_h", "stride_w", "pad_h", "pad_w", "dilation_h", "dilation_w"),
+        )
+    )
+
+
+def fits(x: Tensor) -> bool:
+    """Whether the kernel takes these images: some, on a GPU, channels last, in pieces of 16 bytes."""
+    return (
+        x.is_cuda
+        and x.dim() == 4
+        and x.dtype in _DTYPES
+        and x.shape[1] % _PIECE == 0
+        and x.numel() > 0
+        and x.is_contiguous(memory_format=_NHWC)
+        and x.data_ptr() % 16 == 0
+        and _usable(x.device)
+    )
+
+
+def run(
+    x: Tensor,
+    kernel: Sequence[int],
+    stride: Sequence[int],
+    padding: Sequence[int],
+    dilation: Sequence[int],
+    size: Sequence[int],
+) -> Tensor:
+    """Start the kernel on the current stream; `size` is the height and width of the result."""
+    images, channels, height, width = x.shape
+    out = torch.empty((images, channels, *size), dtype=x.dtype, device=x.device, memory_format=_NHWC)
+    shape = _Shape(height, width, channels, *size, *kernel, *stride, *padding, *dilation)
+    _kernel(x.dtype, x.device.index).launch((images * size[0], 1), _THREADS, (x, out, shape))
+    return out
+
+
+def machine_code(dtype: torch.dtype, architecture: str) -> bytes:
+    """The cubin for a type, compiled now or before."""
+    source = resources.files(__package__).joinpath("pool.cu").read_text()
+    return jit.cubin(source, architecture, (f"-DBF16={int(dtype == torch.bfloat16)}",))
+
+
+@functools.cache
+def _usable(device: torch.device) -> bool:
+    return driver.missing(device) is None and jit.available() is None
+
+
+@functools.cache
+def _kernel(dtype: torch.dtype, device: int) -> driver.Kernel:
+    return driver.Kernel(machine_code(dtype, driver.architecture(device)), "max_pool", device, 0)
