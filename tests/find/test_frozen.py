@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
-from halve.find.frozen import _FrozenNorm, device_of, frozen
+from halve.find.frozen import Normalise, device_of, frozen
 from halve.find.select import select
 from tests.random_masks import random
 from tests.tiny import convnet, images
@@ -59,11 +59,10 @@ def test_a_norm_of_sequences_does_too():
     assert torch.allclose(grad, their_grad, rtol=1e-5, atol=1e-7)
 
 
-def test_the_gradient_of_a_frozen_norm_is_right_in_double():
-    x = random(3, 2, 2, 2, dtype=torch.float64).requires_grad_()
-    mean, var, weight, bias = (random(2, seed=i, dtype=torch.float64) for i in range(4))
-    assert torch.autograd.gradcheck(lambda x: _FrozenNorm.apply(x, mean, var.square(), weight, bias, 1e-5), x)
-    assert torch.autograd.gradcheck(lambda x: _FrozenNorm.apply(x, mean, var.square(), None, None, 1e-5), x)
+@pytest.mark.parametrize("affine", [True, False])
+def test_the_gradient_of_a_frozen_norm_is_right_in_double(affine):
+    x = random(3, 6, 2, 2, dtype=torch.float64).requires_grad_()
+    assert torch.autograd.gradcheck(Normalise(a_norm(2, affine=affine).double()), x)
 
 
 def test_a_norm_with_a_forward_of_its_own_keeps_it():

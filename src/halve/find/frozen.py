@@ -1,6 +1,5 @@
 """The frozen model that learning runs: a private copy with plain weights, in eval mode, fast to differentiate."""
 
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,7 +21,7 @@ def frozen(model: nn.Module, choices: Sequence[Choice]) -> nn.Module:
     copy.float().requires_grad_(False).eval()  # in full precision, as the sampled weights are
     for module in copy.modules():
         if type(module).forward is _BatchNorm.forward and module.running_mean is not None:
-            module.forward = functools.partial(_normalise, module)
+            module.forward = Normalise(module)
     return copy
 
 
@@ -38,9 +37,23 @@ def device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-def _normalise(norm: Any, x: Tensor) -> Tensor:
-    result: Tensor = _FrozenNorm.apply(x, norm.running_mean, norm.running_var, norm.weight, norm.bias, norm.eps)
-    return result
+class Normalise:
+    """A BatchNorm's forward with fixed statistics; what its derivative needs is computed once for each device."""
+
+    def __init__(self, norm: Any) -> None:
+        self._norm = norm
+        self._factors: dict[torch.device, tuple[Tensor, ...]] = {}
+
+    def __call__(self, x: Tensor) -> Tensor:
+        norm = self._norm
+        if x.device not in self._factors:
+            scale = (norm.running_var + norm.eps).rsqrt()
+            scale = scale if norm.weight is None else scale * norm.weight
+            # a mean of 0 and a deviation of sqrt(0.5 + 0.5) = 1
+            self._factors[x.device] = scale, torch.zeros_like(scale), torch.full_like(scale, 0.5)
+        statistics = (norm.running_mean, norm.running_var, norm.weight, norm.bias, norm.eps)
+        result: Tensor = _FrozenNorm.apply(x, statistics, self._factors[x.device])
+        return result
 
 
 class _FrozenNorm(torch.autograd.Function):
@@ -51,15 +64,12 @@ class _FrozenNorm(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
-    ) -> Tensor:
-        scale = (var + eps).rsqrt()
-        ctx.save_for_backward(scale if weight is None else scale * weight)
+    def forward(ctx: Any, x: Tensor, statistics: tuple[Any, ...], factors: tuple[Tensor, ...]) -> Tensor:
+        ctx.factors = factors
+        mean, var, weight, bias, eps = statistics
         return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (scale,) = ctx.saved_tensors
-        zero, half = torch.zeros_like(scale), torch.full_like(scale, 0.5)  # a deviation of sqrt(0.5 + 0.5) = 1
-        return F.batch_norm(grads[0], zero, half, scale, None, False, 0.0, 0.5), None, None, None, None, None
+        scale, zero, half = ctx.factors
+        return F.batch_norm(grads[0], zero, half, scale, None, False, 0.0, 0.5), None, None

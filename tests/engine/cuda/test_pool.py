@@ -10,7 +10,8 @@ pytestmark = pytest.mark.skipif(jit.available() is not None, reason=str(jit.avai
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_it_compiles(architecture, dtype, tmp_path, monkeypatch):
     monkeypatch.setenv("HALVE_CACHE", str(tmp_path))
-    assert pool.machine_code(dtype, architecture).startswith(b"\x7fELF")
+    for kernel in ((3, 3), (13, 13)):
+        assert pool.machine_code(dtype, kernel, architecture).startswith(b"\x7fELF")
 
 
 def test_images_that_are_not_on_a_gpu_are_left_to_pytorch():

@@ -1,15 +1,15 @@
-// The largest of each window of an NHWC image, eight channels by one thread, one row of the result by one block.
+// The largest of each window of an NHWC image, eight channels of one pixel of the result by one thread.
 //
 // PyTorch's kernel also writes where each maximum was found, four times the bytes of the result in float16; nobody
 // reads that in inference. NaN wins, as it does there.
 //
-// Defined when compiled: BF16 (0, 1).
+// Defined when compiled: BF16 (0, 1), KERNEL_H and KERNEL_W, so that the loads of small windows go out together.
 
 typedef unsigned int u32;
 
 struct Shape {
     int height, width, channels, out_height, out_width;
-    int kernel_h, kernel_w, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
+    int stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
 };
 
 __device__ __forceinline__ u32 larger(u32 a, u32 b) {
@@ -22,25 +22,26 @@ __device__ __forceinline__ u32 larger(u32 a, u32 b) {
     return c;
 }
 
-extern "C" __global__ void __launch_bounds__(256) max_pool(const uint4* x, uint4* out, Shape s) {
+constexpr bool SMALL = KERNEL_H * KERNEL_W <= 16;
+
+extern "C" __global__ void __launch_bounds__(128) max_pool(const uint4* x, uint4* out, Shape s) {
     constexpr u32 LEAST = BF16 ? 0xff80ff80u : 0xfc00fc00u;  // minus infinity, twice
     const int image = blockIdx.x / s.out_height, row = blockIdx.x % s.out_height;
-    const int pieces = s.channels / 8;
-    const uint4* from = x + (size_t)image * s.height * s.width * pieces;
-    uint4* to = out + (size_t)blockIdx.x * s.out_width * pieces;
-    for (int place = threadIdx.x; place < s.out_width * pieces; place += blockDim.x) {
-        const int column = place / pieces, piece = place % pieces;
-        uint4 best = {LEAST, LEAST, LEAST, LEAST};
-        for (int i = 0; i < s.kernel_h; i++) {
-            const int h = row * s.stride_h - s.pad_h + i * s.dilation_h;
-            if (h < 0 || h >= s.height) continue;
-            for (int j = 0; j < s.kernel_w; j++) {
-                const int w = column * s.stride_w - s.pad_w + j * s.dilation_w;
-                if (w < 0 || w >= s.width) continue;
-                const uint4 v = __ldg(&from[((size_t)h * s.width + w) * pieces + piece]);
-                best = {larger(best.x, v.x), larger(best.y, v.y), larger(best.z, v.z), larger(best.w, v.w)};
-            }
+    const int pieces = s.channels / 8, place = blockIdx.y * blockDim.x + threadIdx.x;
+    if (place >= s.out_width * pieces) return;
+    const int column = place / pieces, piece = place % pieces;
+    const uint4* from = x + (size_t)image * s.height * s.width * pieces + piece;
+    uint4 best = {LEAST, LEAST, LEAST, LEAST};
+#pragma unroll(SMALL ? KERNEL_H : 1)
+    for (int i = 0; i < KERNEL_H; i++) {
+        const int h = row * s.stride_h - s.pad_h + i * s.dilation_h;
+#pragma unroll(SMALL ? KERNEL_W : 1)
+        for (int j = 0; j < KERNEL_W; j++) {
+            const int w = column * s.stride_w - s.pad_w + j * s.dilation_w;
+            uint4 v = {LEAST, LEAST, LEAST, LEAST};
+            if (h >= 0 && h < s.height && w >= 0 && w < s.width) v = __ldg(&from[((size_t)h * s.width + w) * pieces]);
+            best = {larger(best.x, v.x), larger(best.y, v.y), larger(best.z, v.z), larger(best.w, v.w)};
         }
-        to[place] = best;
     }
+    out[(size_t)blockIdx.x * s.out_width * pieces + place] = best;
 }

@@ -12,7 +12,7 @@ from halve.engine.cuda import driver, jit
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _PIECE = 8  # channels of one thread: 16 bytes
-_THREADS = 256
+_THREADS = 128
 _NHWC = torch.channels_last
 
 
@@ -22,7 +22,7 @@ class _Shape(ctypes.Structure):
     _fields_ = tuple(
         (name, ctypes.c_int)
         for name in (
-            *("height", "width", "channels", "out_height", "out_width", "kernel_h", "kernel_w"),
+            *("height", "width", "channels", "out_height", "out_width"),
             *("stride_h", "stride_w", "pad_h", "pad_w", "dilation_h", "dilation_w"),
         )
     )
@@ -53,15 +53,17 @@ def run(
     """Start the kernel on the current stream; `size` is the height and width of the result."""
     images, channels, height, width = x.shape
     out = torch.empty((images, channels, *size), dtype=x.dtype, device=x.device, memory_format=_NHWC)
-    shape = _Shape(height, width, channels, *size, *kernel, *stride, *padding, *dilation)
-    _kernel(x.dtype, x.device.index).launch((images * size[0], 1), _THREADS, (x, out, shape))
+    shape = _Shape(height, width, channels, *size, *stride, *padding, *dilation)
+    grid = (images * size[0], -(-size[1] * channels // _PIECE // _THREADS))
+    _kernel(x.dtype, tuple(kernel), x.device.index).launch(grid, _THREADS, (x, out, shape))
     return out
 
 
-def machine_code(dtype: torch.dtype, architecture: str) -> bytes:
-    """The cubin for a type, compiled now or before."""
+def machine_code(dtype: torch.dtype, kernel: tuple[int, ...], architecture: str) -> bytes:
+    """The cubin for a type and a window, compiled now or before."""
     source = resources.files(__package__).joinpath("pool.cu").read_text()
-    return jit.cubin(source, architecture, (f"-DBF16={int(dtype == torch.bfloat16)}",))
+    values = {"BF16": int(dtype == torch.bfloat16), "KERNEL_H": kernel[0], "KERNEL_W": kernel[1]}
+    return jit.cubin(source, architecture, tuple(f"-D{name}={value}" for name, value in values.items()))
 
 
 @functools.cache
@@ -70,5 +72,5 @@ def _usable(device: torch.device) -> bool:
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, device: int) -> driver.Kernel:
-    return driver.Kernel(machine_code(dtype, driver.architecture(device)), "max_pool", device, 0)
+def _kernel(dtype: torch.dtype, kernel: tuple[int, ...], device: int) -> driver.Kernel:
+    return driver.Kernel(machine_code(dtype, kernel, driver.architecture(device)), "max_pool", device, 0)
