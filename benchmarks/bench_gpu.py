@@ -66,11 +66,16 @@ def tell(network: str, found: list[Measurement], seconds: float) -> None:
         )
 
 
+def known(path: Path) -> list[dict[str, object]]:
+    """The records of earlier runs."""
+    records: list[dict[str, object]] = json.loads(path.read_text()) if path.exists() else []
+    return records
+
+
 def write(path: Path, network: str, found: list[dict[str, object]]) -> None:
-    """Replace what is known of this network; others stay."""
+    """Replace what is known of this network, all of it: times of several runs do not compare. Other networks stay."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    old = json.loads(path.read_text()) if path.exists() else []
-    others = [record for record in old if record["network"] != network]
+    others = [record for record in known(path) if record["network"] != network]
     path.write_text(json.dumps(sorted(others + found, key=lambda record: str(record["network"])), indent=1) + "\n")
 
 
@@ -89,6 +94,8 @@ def main() -> None:
     if not torch.cuda.is_available():
         print("bench_gpu: no GPU, nothing measured")
         return
+    for path in (options.out, options.layers_out):
+        known(path)  # a file that cannot be read is found out now, not after minutes
     device = torch.device("cuda", torch.cuda.current_device())
     for network in options.networks:
         started = time.perf_counter()

@@ -107,14 +107,12 @@ def gpu() -> str:
     lines = [f"| ms per batch | {' | '.join(SYSTEMS.values())} | over best dense |", "|---" * (len(SYSTEMS) + 2) + "|"]
     for network, batch in dict.fromkeys((r["network"], r["batch"]) for r in records):
         times = [found.get((network, batch, system)) for system in SYSTEMS]
-        ratio = f"{found[network, batch, 'best_dense'] / found[network, batch, 'halve']:.2f}x"
+        dense, ours = (found.get((network, batch, system)) for system in ("best_dense", "halve"))
+        ratio = f"{dense / ours:.2f}x" if dense and ours else ""
         cells = ["" if time is None else f"{time:.3f}" for time in times]
         lines.append(f"| {network.replace('resnet', 'ResNet-')}, batch {batch} | {' | '.join(cells)} | {ratio} |")
-    first = records[0]
-    lines += [
-        "",
-        f"{first['hardware']}, {first['dtype']}, 224 px, torch {first['versions']['torch']}, {first['date']}.",
-    ]
+    runs = [f"{r['hardware']}, {r['dtype']}, 224 px, torch {r['versions']['torch']}, {r['date']}" for r in records]
+    lines += ["", "; ".join(dict.fromkeys(runs)) + "."]
     return "\n".join(lines)
 
 

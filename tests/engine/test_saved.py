@@ -66,3 +66,22 @@ class _SayingCuda:
     @staticmethod
     def dumps(about):
         return json.dumps({**about, "device": "cuda"})
+
+
+ONE_PIXEL_IS_LEFT = {  # of these images at the end, which torch.export would solve for where sizes are free, and cannot
+    "fixed": nn.Sequential(
+        nn.Conv2d(4, 8, 11, 4, 2), *(nn.MaxPool2d(3, 2) for _ in range(2)), nn.AdaptiveAvgPool2d(6), nn.Flatten()
+    ),
+    "free": nn.Sequential(nn.Conv2d(4, 8, 3, 4, 1), nn.AvgPool2d(8), nn.AdaptiveAvgPool2d(1), nn.Flatten()),
+}
+
+
+@pytest.mark.parametrize("name", ONE_PIXEL_IS_LEFT)
+def test_sizes_that_cannot_be_proven_free_are_saved_as_they_are(tmp_path, name):
+    fast = compiled(ONE_PIXEL_IS_LEFT[name].eval(), example=torch.randn(2, 4, 32, 32))
+    fast.save(tmp_path / "net.pt2")
+    again = halve.load_compiled(tmp_path / "net.pt2")
+    x = torch.randn(3, 4, 32, 32)
+    assert torch.equal(again(x), fast(x))
+    with pytest.raises(EngineError, match="compile it again"):
+        again(torch.randn(3, 4, 40, 40))

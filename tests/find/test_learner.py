@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from halve.find.frozen import frozen
 from halve.find.learner import Call, Learner
@@ -46,7 +47,7 @@ def test_a_gradient_reaches_the_logits_of_every_layer_and_nothing_else():
         learner(images(), 0, STEADY).backward()
     grads = learner.sampler.split(learner.sampler.logits.grad)[0].split(learner.sampler.families[0].sizes)
     assert all(part.abs().sum() > 0 for part in grads)
-    assert all(p.grad is None for p in learner.model.parameters())
+    assert all(p.grad is None for p in learner.model.parameters() if p.is_leaf)
 
 
 def test_the_step_the_rank_and_the_number_within_a_step_give_different_samples():
@@ -115,3 +116,21 @@ def test_tied_weights_are_replaced_together():
     model[1].weight = model[0].weight
     eye = torch.eye(8)
     assert torch.equal(Call(model, None).with_weights({"0": 2 * eye}, eye), 4 * eye)
+
+
+def test_activations_that_are_computed_anew_are_those_of_the_sampled_weights():
+    class Recomputing(nn.Module):
+        def __init__(self, inner, on):
+            super().__init__()
+            self.inner, self.on = inner, on
+
+        def forward(self, x):
+            x = self.inner[0](x)
+            return checkpoint(self.inner[1:], x, use_reentrant=False) if self.on else self.inner[1:](x)
+
+    gradients = []
+    for on in (True, False):
+        learner = a_learner(Recomputing(convnet(), on))
+        learner(images(), 0, STEADY).backward()
+        gradients.append(learner.sampler.logits.grad)
+    assert torch.equal(*gradients)

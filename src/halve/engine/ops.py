@@ -223,7 +223,7 @@ def _max_pool2d_on_gpu(
     dilation: list[int],
     ceil_mode: bool,
 ) -> Tensor:
-    if not cuda_pool.fits(x):
+    if not cuda_pool.fits(x, kernel):
         return _max_pool2d(x, kernel, stride, padding, dilation, ceil_mode)
     size = _max_pool2d(x.new_empty(x.shape, device="meta"), kernel, stride, padding, dilation, ceil_mode).shape[2:]
     return cuda_pool.run(x, kernel, stride, padding, dilation, size)

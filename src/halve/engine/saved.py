@@ -23,6 +23,7 @@ from halve.engine.layer import DENSE, Layer
 from halve.engine.lower import lower_
 from halve.engine.plan import Plan
 from halve.errors import EngineError, FileError
+from halve.graph import Sizes
 from halve.masks.storage import write_atomically
 
 _ABOUT = "halve.json"
@@ -45,9 +46,12 @@ def save(fast: Compiled, path: str | Path) -> None:
             if layer.weight is not None:
                 layer.weight = layer.weight.contiguous()  # the format stores nothing else without complaint
     inputs = tuple(fast.entering(torch.cat([x, x])) for x in fast.example)
-    shapes = tuple(dict.fromkeys((0, 2, 3) if x.dim() == 4 else (0,), Dim.AUTO) for x in inputs)
-    with torch.no_grad():
-        program = torch.export.export(_Called(body), inputs, dynamic_shapes=(shapes,), strict=False)
+    sizes = fast.sizes
+    try:
+        program = _exported(body, inputs, sizes)
+    except Exception:  # what holds for some sizes may not be provable for all: those of the example are left
+        sizes = tuple((limits[0], *((n, n) for n in x.shape[1:])) for x, limits in zip(inputs, sizes, strict=True))
+        program = _exported(body, inputs, sizes)
     about = {
         "version": _VERSION,
         "dtype": _name(fast.dtype),
@@ -55,7 +59,7 @@ def save(fast: Compiled, path: str | Path) -> None:
             {"dtype": _name(dtype), "shape": list(x.shape)}
             for dtype, x in zip(fast.input_dtypes, fast.example, strict=True)
         ],
-        "sizes": fast.sizes,
+        "sizes": sizes,
         "guards": {"names": fast.guards.names, "conditions": fast.guards.conditions},
         "device": fast.device.type,
         "reason": fast.reason,
@@ -65,6 +69,16 @@ def save(fast: Compiled, path: str | Path) -> None:
     buffer = io.BytesIO()
     torch.export.save(program, buffer, extra_files={_ABOUT: json.dumps(about)})
     write_atomically(Path(path), buffer.getvalue())
+
+
+def _exported(body: nn.Module, inputs: tuple[torch.Tensor, ...], sizes: Sizes) -> torch.export.ExportedProgram:
+    """The graph as a program, its sizes free where the network's are."""
+    free = tuple(
+        {dim: Dim.AUTO for dim, (least, most) in enumerate(limits) if least != most and dim in (0, 2, 3)}
+        for limits in sizes
+    )
+    with torch.no_grad():
+        return torch.export.export(_Called(body), inputs, dynamic_shapes=(free,), strict=False)
 
 
 def load(path: str | Path, device: str | torch.device | None = None) -> Compiled:

@@ -1,5 +1,6 @@
 """The frozen model that learning runs: a private copy with plain weights, in eval mode, fast to differentiate."""
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -21,7 +22,7 @@ def frozen(model: nn.Module, choices: Sequence[Choice]) -> nn.Module:
     copy.float().requires_grad_(False).eval()  # in full precision, as the sampled weights are
     for module in copy.modules():
         if type(module).forward is _BatchNorm.forward and module.running_mean is not None:
-            module.forward = Normalise(module)
+            module.forward = functools.partial(_normalise, module)
     return copy
 
 
@@ -37,39 +38,28 @@ def device_of(model: nn.Module) -> torch.device:
     return next((p.device for p in model.parameters()), torch.device("cpu"))
 
 
-class Normalise:
-    """A BatchNorm's forward with fixed statistics; what its derivative needs is computed once for each device."""
-
-    def __init__(self, norm: Any) -> None:
-        self._norm = norm
-        self._factors: dict[torch.device, tuple[Tensor, ...]] = {}
-
-    def __call__(self, x: Tensor) -> Tensor:
-        norm = self._norm
-        if x.device not in self._factors:
-            scale = (norm.running_var + norm.eps).rsqrt()
-            scale = scale if norm.weight is None else scale * norm.weight
-            # a mean of 0 and a deviation of sqrt(0.5 + 0.5) = 1
-            self._factors[x.device] = scale, torch.zeros_like(scale), torch.full_like(scale, 0.5)
-        statistics = (norm.running_mean, norm.running_var, norm.weight, norm.bias, norm.eps)
-        result: Tensor = _FrozenNorm.apply(x, statistics, self._factors[x.device])
-        return result
+def _normalise(norm: Any, input: Tensor) -> Tensor:  # by the name that BatchNorm gives it
+    result: Tensor = FrozenNorm.apply(input, norm.running_mean, norm.running_var, norm.weight, norm.bias, norm.eps)
+    return result
 
 
-class _FrozenNorm(torch.autograd.Function):
+class FrozenNorm(torch.autograd.Function):
     """BatchNorm with fixed statistics.
 
-    PyTorch's own derivative of it took a third of a learning step. When nothing of the norm is trained, all that is
-    left of it is one factor per channel, which the forward kernel multiplies with fastest.
+    PyTorch's own derivative of it took a third of a learning step. When nothing of the norm is trained, it is the norm
+    itself with a mean and a bias of zero, and the forward kernel computes that fastest.
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, statistics: tuple[Any, ...], factors: tuple[Tensor, ...]) -> Tensor:
-        ctx.factors = factors
-        mean, var, weight, bias, eps = statistics
+    def forward(
+        ctx: Any, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
+    ) -> Tensor:
+        ctx.save_for_backward(var, weight)
+        ctx.eps = eps
         return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        scale, zero, half = ctx.factors
-        return F.batch_norm(grads[0], zero, half, scale, None, False, 0.0, 0.5), None, None
+        var, weight = ctx.saved_tensors
+        grad = F.batch_norm(grads[0], torch.zeros_like(var), var, weight, None, False, 0.0, ctx.eps)
+        return grad, None, None, None, None, None

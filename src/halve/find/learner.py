@@ -5,7 +5,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
 from halve.errors import LearningError, ModelError, listed
 from halve.find.augment import augmented
@@ -39,13 +38,9 @@ class Learner(nn.Module):
     ) -> None:
         super().__init__()
         self.sampler, self.objective, self.blocks = sampler, objective, blocks
-        self._frozen = (Call(model, forward),)
+        self._call = Call(model, forward)
         self._dense, self._hard = dense, hard
         self._seed, self._rank, self._autocast, self._augment = seed, rank, autocast, augment
-
-    @property
-    def _call(self) -> "Call":
-        return self._frozen[0]
 
     @property
     def model(self) -> nn.Module:
@@ -120,19 +115,37 @@ class Learner(nn.Module):
         return names[0] if names else None
 
 
-class Call(nn.Module):
-    """The model with the user's way of running it, as one module: weights substituted here reach every part of it."""
+class Call:
+    """A private copy of a model, with the user's way of running it."""
 
     def __init__(self, inner: nn.Module, forward: Forward | None) -> None:
-        super().__init__()
         self.inner, self._forward = inner, forward
         self.custom = forward is not None
+        self._own: dict[str, Tensor] = {}  # weights that others stand in for
+        self._places: dict[str, list[tuple[dict[str, Any], str]]] = {}  # where they belong: tied ones in several
 
-    def forward(self, batch: Any) -> Tensor:
-        return run(self.inner, batch, self._forward)
+    def __call__(self, batch: Any) -> Tensor:
+        """The output with the model's own weights."""
+        return self.with_weights({}, batch)
 
     def with_weights(self, weights: Mapping[str, Tensor], batch: Any) -> Tensor:
-        """The output with these layers' weights in place of their own."""
-        tensors = {".".join(filter(None, ("inner", name, "weight"))): weight for name, weight in weights.items()}
-        output: Tensor = functional_call(self, tensors, (batch,))
-        return output
+        """The output with these layers' weights in place of their own.
+
+        They stay there until the next call: a model that computes activations anew in the backward pass (activation
+        checkpointing) has to find them.
+        """
+        for name in weights.keys() - self._own.keys():
+            own = self.inner.get_submodule(name).weight
+            assert isinstance(own, Tensor)
+            self._own[name] = own
+            self._places[name] = [
+                (held, key)
+                for module in self.inner.modules()
+                for held in (module._parameters, module._buffers)
+                for key, tensor in held.items()
+                if tensor is own
+            ]
+        for name, own in self._own.items():
+            for held, key in self._places[name]:
+                held[key] = weights.get(name, own)
+        return run(self.inner, batch, self._forward)

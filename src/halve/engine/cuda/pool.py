@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from halve.engine.cuda import driver, jit
+from halve.errors import EngineError
 
 _DTYPES = (torch.float16, torch.bfloat16)
 _PIECE = 8  # channels of one thread: 16 bytes
@@ -28,8 +29,8 @@ class _Shape(ctypes.Structure):
     )
 
 
-def fits(x: Tensor) -> bool:
-    """Whether the kernel takes these images: some, on a GPU, channels last, in pieces of 16 bytes."""
+def fits(x: Tensor, kernel: Sequence[int]) -> bool:
+    """Whether there is a kernel for these images: some, on a GPU, channels last, in pieces of 16 bytes."""
     return (
         x.is_cuda
         and x.dim() == 4
@@ -38,7 +39,7 @@ def fits(x: Tensor) -> bool:
         and x.numel() > 0
         and x.is_contiguous(memory_format=_NHWC)
         and x.data_ptr() % 16 == 0
-        and _usable(x.device)
+        and _kernel(x.dtype, tuple(kernel), x.device.index) is not None
     )
 
 
@@ -55,7 +56,9 @@ def run(
     out = torch.empty((images, channels, *size), dtype=x.dtype, device=x.device, memory_format=_NHWC)
     shape = _Shape(height, width, channels, *size, *stride, *padding, *dilation)
     grid = (images * size[0], -(-size[1] * channels // _PIECE // _THREADS))
-    _kernel(x.dtype, tuple(kernel), x.device.index).launch(grid, _THREADS, (x, out, shape))
+    max_pool = _kernel(x.dtype, tuple(kernel), x.device.index)
+    assert max_pool is not None
+    max_pool.launch(grid, _THREADS, (x, out, shape))
     return out
 
 
@@ -67,10 +70,11 @@ def machine_code(dtype: torch.dtype, kernel: tuple[int, ...], architecture: str)
 
 
 @functools.cache
-def _usable(device: torch.device) -> bool:
-    return driver.missing(device) is None and jit.available() is None
-
-
-@functools.cache
-def _kernel(dtype: torch.dtype, kernel: tuple[int, ...], device: int) -> driver.Kernel:
-    return driver.Kernel(machine_code(dtype, kernel, driver.architecture(device)), "max_pool", device, 0)
+def _kernel(dtype: torch.dtype, kernel: tuple[int, ...], device: int) -> driver.Kernel | None:
+    """None where it cannot be compiled or loaded: PyTorch has a kernel of its own."""
+    if driver.missing(torch.device("cuda", device)) is not None:
+        return None
+    try:
+        return driver.Kernel(machine_code(dtype, kernel, driver.architecture(device)), "max_pool", device, 0)
+    except EngineError:
+        return None
