@@ -204,17 +204,61 @@ def test_a_network_that_cannot_be_captured_whole_is_compiled_in_parts(tmp_path):
         fast.save(tmp_path / "net.pt2")
 
 
-def test_a_network_without_parts_that_can_be_captured_is_an_error():
-    class Strange(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.weightless = nn.Identity()
+class Strange(nn.Module):
+    """Asks for numbers on the way, also inside of its layer."""
 
+    class Hop(nn.Conv2d):
         def forward(self, x):
-            return x if x.sum().item() > 0 else -x
+            return super().forward(x if x.sum().item() > 0 else -x)
 
-    with pytest.raises(ModelError, match="no part"):
-        compiled(Strange(), halve.MaskSet({}))
+    def __init__(self):
+        super().__init__()
+        self.hop = Strange.Hop(4, 8, 3)
+
+    def forward(self, x):
+        return self.hop(x)
+
+
+def test_a_network_that_cannot_be_captured_at_all_runs_as_it_was():
+    model = Strange().eval()
+    masks = halve.prune(model)
+    with pytest.warns(EngineWarning, match="running dense"):
+        fast = halve.compile(model, masks, images(2))
+    for x in (images(3), -images(3)):
+        assert torch.equal(fast(x), halve.apply(model, masks)(x))
+    assert "torch.export can capture no part" in fast.plan.left["the network"]
+    with pytest.raises(EngineError, match="cannot be saved"):
+        fast.save("nowhere.pt2")
+
+
+def test_a_network_that_does_not_run_is_an_error():
+    with pytest.raises(ModelError, match="does not run on the example"):
+        compiled(nn.Sequential(nn.Linear(5, 8)).eval(), halve.MaskSet({}))
+
+
+def test_masked_layers_that_the_engine_has_no_operation_for_are_named():
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ConvTranspose2d(8, 8, 3), nn.Conv2d(8, 8, 2, padding="same")).eval()
+    fast = compiled(model)
+    assert list(fast.plan.left) == ["1", "2"]
+    assert "ConvTranspose2d" in fast.plan.left["1"]
+    assert "1: as it was (ConvTranspose2d, which the engine has no operation for)" in str(fast.plan)
+    assert not compiled(convnet()).plan.left
+
+
+def test_the_plan_says_why_all_layers_are_dense():
+    assert str(compiled(convnet()).plan) == "all layers dense: the sparse kernels are for NVIDIA GPUs, and this is cpu"
+
+
+def test_double_precision_stays_double():
+    model = convnet().double()
+    masks, x = halve.prune(model), images(2).double()
+    expected = halve.apply(model, masks)(x).detach()
+    assert float((compiled(model, masks, x)(x) - expected).abs().max()) <= 1e-13 * float(expected.abs().max())
+
+
+def test_inputs_by_name_are_refused():
+    with pytest.raises(EngineError, match="by place, as in the example, not by name: input"):
+        compiled(convnet())(input=images(2))
 
 
 def test_several_threads_get_their_own_results():

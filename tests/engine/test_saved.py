@@ -52,7 +52,7 @@ def test_biases_are_loaded_to_the_bit(tmp_path, ways):
 
 def test_without_the_device_it_was_saved_from_it_runs_dense_and_says_so(tmp_path, monkeypatch):
     fast = sparsely(compiled(convnet()))
-    fast.reason = None  # as on a GPU
+    fast.plan.dense = None  # as on a GPU
     with monkeypatch.context() as patch:
         patch.setattr(saved, "json", _SayingCuda)
         fast.save(tmp_path / "net.pt2")

@@ -56,13 +56,16 @@ def compile(
     computed = dtype or (floating[0] if floating else torch.float32)
     if not computed.is_floating_point:
         raise EngineError(f"dtype={computed}: networks are computed in float16, bfloat16 or float32")
-    masked = apply(model, masks, permute=bool(masks.moves), changed=changed).eval().to(device).float()
+    exact = torch.float64 if computed == torch.float64 else torch.float32  # what is folded and fused in
+    masked = apply(model, masks, permute=bool(masks.moves), changed=changed).eval().to(device, exact)
     with torch.no_grad():
-        captured = _captured(masked, tuple(_in_float(x) for x in inputs))
+        captured = _captured(masked, tuple(_in(exact, x) for x in inputs))
         body, left = _body(masked, captured)
-        alone = not captured.whole or _holds_for_one(masked, body, inputs)
+        alone = not captured.whole or _holds_for_one(masked, body, tuple(_in(exact, x[:1]) for x in inputs))
         _convert_(body, computed)
         fast = Compiled(body, inputs, computed, left)
+        if captured.parts:
+            left |= _not_taken(model, masks, {layer.name for layer in fast.layers}, left)
         if captured.whole:
             part, sizes = captured.parts[0], captured.parts[0].sizes()
             if not alone:
@@ -109,8 +112,11 @@ def _check_example(model: nn.Module, inputs: tuple[Any, ...]) -> None:
 
 
 def _captured(masked: nn.Module, inputs: tuple[Tensor, ...]) -> Captured:
-    """With images of any size, where the conditions that this takes can be understood."""
-    captured = capture(masked, inputs, free_size=True)
+    """With images of any size where the conditions that this takes can be understood; in no parts where none can be."""
+    try:
+        captured = capture(masked, inputs, free_size=True)
+    except ModelError as error:
+        return Captured((), {"the network": str(error)})
     if captured.whole and Guards.of(captured.parts[0].program, masked.forward).broken(inputs):
         return capture(masked, inputs)
     return captured
@@ -131,9 +137,18 @@ def _body(masked: nn.Module, captured: Captured) -> tuple[nn.Module, dict[str, s
     return body, left
 
 
-def _holds_for_one(masked: nn.Module, body: nn.Module, inputs: tuple[Tensor, ...]) -> bool:
+def _not_taken(model: nn.Module, masks: MaskSet, taken: set[str], left: dict[str, str]) -> dict[str, str]:
+    """Masked layers that no operation of the engine stands for, outside of what is known to be left."""
+    result = {}
+    for name, mask in masks.items():
+        outside = not any(name == whole or name.startswith(f"{whole}.") for whole in left)
+        if outside and not taken.intersection((name, *mask.shared_with)):
+            result[name] = f"{type(model.get_submodule(name)).__name__}, which the engine has no operation for"
+    return result
+
+
+def _holds_for_one(masked: nn.Module, body: nn.Module, one: tuple[Tensor, ...]) -> bool:
     """Whether the graph, captured with two images, gives what the model gives for one: its code may set that apart."""
-    one = tuple(_in_float(x[:1]) for x in inputs)
     try:
         given, wanted = (pytree.tree_flatten(net(*(x.clone() for x in one))) for net in (body, masked))
     except Exception:  # the model's own code: what does not run on one image is not asked to
@@ -150,5 +165,5 @@ def _convert_(body: nn.Module, dtype: torch.dtype) -> None:
         layer.bias32 = bias
 
 
-def _in_float(x: Any) -> Any:
-    return x.float() if isinstance(x, Tensor) and x.is_floating_point() else x
+def _in(dtype: torch.dtype, x: Any) -> Any:
+    return x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x

@@ -20,7 +20,7 @@ from halve.engine.memory import Memory
 from halve.engine.plan import BARS, Entry, Plan, Timed, entry_of, timed
 from halve.engine.recorded import Recordings, Shapes, shapes_of
 from halve.engine.timing import graph_times
-from halve.errors import EngineError, EngineWarning
+from halve.errors import EngineError, EngineWarning, listed
 from halve.find.replay import best_algorithms
 from halve.graph import Sizes
 
@@ -47,13 +47,17 @@ class Compiled(nn.Module):
         self.plan = Plan({}, left)
         self.dtype, self.input_dtypes = dtype, tuple(x.dtype for x in example)
         self.output_dtype = next((x.dtype for x in example if x.is_floating_point()), dtype)
-        self.reason: str | None = None  # why nothing runs sparse
         self.example = tuple(x[:1].detach().clone().cpu() for x in example)  # our own: the caller's may change
         self.sizes: Sizes = ()
         self.guards: Guards | None = None
         self._fitting: set[Shapes] = set()  # shapes that were looked at
         self._recordings = Recordings()
         self.device = example[0].device  # a graph may hold constants that lie elsewhere
+
+    @property
+    def reason(self) -> str | None:
+        """Why nothing runs sparse; None where something can."""
+        return self.plan.dense
 
     def hold_for(self, sizes: Sizes, guards: Guards) -> None:
         """Refuse inputs of shapes that the graph does not hold for."""
@@ -64,7 +68,9 @@ class Compiled(nn.Module):
         """The layers that can run in several ways."""
         return [module for module in self.modules() if isinstance(module, Layer)]
 
-    def forward(self, *inputs: Any) -> Any:
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        if named:
+            raise EngineError(f"inputs are taken by place, as in the example, not by name: {listed(named)}")
         if torch.compiler.is_compiling():
             return self._run(*(x.detach() if isinstance(x, Tensor) else x for x in inputs))
         self._check(inputs)
@@ -223,7 +229,7 @@ class Compiled(nn.Module):
 
     def fall_back(self, reason: str) -> "Compiled":
         """Run dense; say so, once."""
-        self.reason = reason
+        self.plan.dense = reason
         for layer in self.layers:
             layer.take({1: DENSE})
         warnings.warn(f"running dense: {reason}", EngineWarning, stacklevel=3)

@@ -44,6 +44,8 @@ class Entry:
 class Plan:
     """A table: which layer runs how, for each batch size; `left` names what runs as it was, and why.
 
+    `dense` says why no layer runs sparse, where none can.
+
     >>> plan = Plan({1: [Entry("fc", "4>2 at 1", "sparse 64x64", 0.004, 0.006, 0.005, 0.004, "fastest")]}, {})
     >>> print(plan)
     batch 1, 1 of 1 layers sparse
@@ -53,6 +55,7 @@ class Plan:
 
     batches: dict[int, list[Entry]]
     left: dict[str, str]
+    dense: str | None = None
 
     def __iter__(self) -> Iterator[Entry]:
         return (entry for entries in self.batches.values() for entry in entries)
@@ -62,15 +65,16 @@ class Plan:
         return {
             "batches": {str(size): [asdict(e) for e in table] for size, table in self.batches.items()},
             "left": self.left,
+            "dense": self.dense,
         }
 
     @classmethod
     def from_json(cls, plain: dict[str, Any]) -> "Plan":
         batches = {int(size): [Entry(**entry) for entry in table] for size, table in plain["batches"].items()}
-        return cls(batches, dict(plain["left"]))
+        return cls(batches, dict(plain["left"]), plain["dense"])
 
     def __str__(self) -> str:
-        lines = []
+        lines = [] if self.dense is None else [f"all layers dense: {self.dense}"]
         for batch, entries in self.batches.items():
             sparse = sum(entry.kernel.startswith("sparse") for entry in entries)
             lines.append(f"batch {batch}, {sparse} of {len(entries)} layers sparse")

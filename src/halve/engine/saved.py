@@ -27,7 +27,7 @@ from halve.graph import Sizes
 from halve.masks.storage import write_atomically
 
 _ABOUT = "halve.json"
-_VERSION = 2
+_VERSION = 3
 
 
 def save(fast: Compiled, path: str | Path) -> None:
@@ -62,7 +62,6 @@ def save(fast: Compiled, path: str | Path) -> None:
         "sizes": sizes,
         "guards": {"names": fast.guards.names, "conditions": fast.guards.conditions},
         "device": fast.device.type,
-        "reason": fast.reason,
         "plan": fast.plan.as_json(),
         "layers": [{"name": layer.name, "ways": layer.ways} for layer in _in_order(fast.body)],
     }
@@ -126,7 +125,7 @@ def _built(program: torch.export.ExportedProgram, about: dict[str, Any]) -> Comp
     fast = Compiled(body, example, getattr(torch, about["dtype"]), {})
     sizes = tuple(tuple((least, most) for least, most in limits) for limits in about["sizes"])
     fast.hold_for(sizes, Guards(*(tuple(about["guards"][key]) for key in ("names", "conditions"))))
-    fast.plan, fast.reason = Plan.from_json(about["plan"]), about["reason"]
+    fast.plan = Plan.from_json(about["plan"])
     return fast
 
 
