@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "docs/guide.md"]
+PAGES = ["README.md", "docs/guide.md", "docs/engine.md"]
 
 
 @pytest.mark.parametrize("page", PAGES)
-@pytest.mark.filterwarnings("ignore::halve.errors.ChangedWeightsWarning")
+@pytest.mark.filterwarnings("ignore::halve.errors.ChangedWeightsWarning", "ignore::halve.errors.EngineWarning")
 def test_the_python_examples_of_a_page_run_in_order(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)

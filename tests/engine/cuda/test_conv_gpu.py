@@ -42,7 +42,8 @@ def problem(geometry, images, height, width, dtype, *, bias, residual, seed=0):
     out = (images, geometry.rows, *geometry.out_size(height, width))
     b = torch.randn(geometry.rows, generator=generator, device="cuda") if bias else None
     r = torch.randn(out, generator=generator, device="cuda").to(dtype) if residual else None
-    return x.contiguous(memory_format=torch.channels_last), weight, b, r
+    x, r = (t if t is None else t.contiguous(memory_format=torch.channels_last) for t in (x, r))
+    return x, weight, b, r  # as the kernel takes them: a copy would lie where the result shall be poisoned
 
 
 def poison(x, geometry):
