@@ -29,6 +29,22 @@ from halve.sources.data import IMAGENET_MEAN, IMAGENET_STD
 from halve.sources.models import load_model
 
 RESULTS = Path(__file__).parent / "results" / "accuracy.json"
+SETTINGS = (  # of a mask's recipe
+    *(
+        "steps_done",
+        "replayed",
+        "preset",
+        "objective",
+        "match",
+        "start",
+        "alpha",
+        "temperature",
+        "noise",
+        "hard",
+        "final",
+    ),
+    *("augment", "lr", "betas", "weight_decay", "schedule", "selection", "permute"),
+)
 METHODS = ("dense", "magnitude", "magnitude_permuted", "paper", "halve", "halve_recalibrated")
 
 
@@ -158,12 +174,15 @@ def main() -> None:
             if not chance and seed != options.seeds[0]:
                 continue
             started = time.perf_counter()
+            seconds = 0.0
             if method == "halve_recalibrated" and len(masks):
+                seconds = records[-1]["seconds"]  # learning counts
                 masks = halve.recalibrate(model, masks, [batch for batch, _ in zip(train, range(16), strict=False)])
             else:
                 masks = found(model, method.removesuffix("_recalibrated"), train, seed, learning)
-            seconds = time.perf_counter() - started
+            seconds += time.perf_counter() - started
             assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+            assert not len(masks) or halve.verify(halve.apply(model, masks), masks).ok
             for what, (data, metric) in tests.items():
                 records.append(
                     {
@@ -171,11 +190,11 @@ def main() -> None:
                         "data": what,
                         "metric": metric,
                         "method": method,
-                        "pattern": "2:4",
+                        "pattern": "2:4" if len(masks) else "dense",
                         "value": measured(model, masks, data, metric),
                         "seed": seed if chance else None,
                         "seconds": round(seconds, 1),
-                        "settings": {key: masks.recipe.get(key) for key in ("steps_done", "replayed")}
+                        "settings": {key: masks.recipe[key] for key in SETTINGS if key in masks.recipe}
                         | {"batch": network.batch, "size": network.size, "options": learning},
                         "hardware": hardware(torch.device(options.device))
                         + (f", {options.note}" if options.note else ""),

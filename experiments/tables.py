@@ -36,9 +36,10 @@ def one_shot() -> str:
     columns = list(dict.fromkeys((r["network"], r["data"]) for r in records))
     metrics = {data: "agreement" if "500 classes" in data else "top1" for _, data in columns}
     heads = [f"{NAMES[network]}, {data}: {METRICS[metrics[data]]}" for network, data in columns]
+    networks = ", ".join(dict.fromkeys(NAMES[network] for network, _ in columns))
     dense = [1.0 if metrics[d] == "agreement" else found[n, d, "magnitude"]["dense_top1"] for n, d in columns]
     lines = [
-        f"| % as it is / recalibrated | magnitude kept | {' | '.join(heads)} |",
+        f"| % as it is / recalibrated | magnitude kept: {networks} | {' | '.join(heads)} |",
         "|---" * (len(heads) + 2) + "|",
         f"| dense | 100 | {' | '.join(f'{100 * value:.1f}' for value in dense)} |",
     ]
@@ -49,6 +50,9 @@ def one_shot() -> str:
             both = [found.get((network, data, f"{method}{ending}")) for ending in ("", "_recalibrated")]
             cells.append(" / ".join(f"{100 * r[metrics[data]]:.1f}" for r in both if r is not None))
         lines.append(f"| {name} | {', '.join(kept.values())} | {' | '.join(cells)} |")
+    counts = dict.fromkeys(f"{NAMES[r['network']]} {r['calibration_images']:,}" for r in records)
+    hardware = sorted({f"{r['hardware']} (torch {r['versions']['torch']})" for r in records})
+    lines += ["", f"Training images that were looked at: {', '.join(counts)}. Measured on {'; '.join(hardware)}."]
     return "\n".join(lines)
 
 
