@@ -9,7 +9,7 @@ demo: $(VENV)/demo.installed        ## the whole way on built-in data: train, pr
 	$(BIN)/halve demo --out demo-out
 
 test: $(VENV)/dev.installed         ## all tests
-	$(BIN)/pytest
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal
 
 check: $(VENV)/dev.installed        ## lint, format, types
 	$(BIN)/ruff check .
