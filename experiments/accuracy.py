@@ -10,6 +10,7 @@ Writes experiments/results/accuracy.json, one record per measurement.
 
 import argparse
 import copy
+import dataclasses
 import datetime
 import json
 import time
@@ -25,26 +26,13 @@ from torch import Tensor, nn
 
 import halve
 from halve.engine.bench.records import hardware
+from halve.find.settings import Settings
 from halve.sources.data import IMAGENET_MEAN, IMAGENET_STD
 from halve.sources.models import load_model
 
 RESULTS = Path(__file__).parent / "results" / "accuracy.json"
-SETTINGS = (  # of a mask's recipe
-    *(
-        "steps_done",
-        "replayed",
-        "preset",
-        "objective",
-        "match",
-        "start",
-        "alpha",
-        "temperature",
-        "noise",
-        "hard",
-        "final",
-    ),
-    *("augment", "lr", "betas", "weight_decay", "schedule", "selection", "permute"),
-)
+LEARNING = tuple(field.name for field in dataclasses.fields(Settings))
+SETTINGS = ("steps_done", "replayed", "preset", *LEARNING, "selection", "permute")  # of a mask's recipe
 METHODS = ("dense", "magnitude", "magnitude_permuted", "paper", "halve", "halve_recalibrated")
 
 

@@ -212,20 +212,10 @@ def _max_pool2d(
     >>> max_pool2d(torch.arange(4.0).reshape(1, 1, 2, 2), [2, 2], [2, 2], [0, 0], [1, 1], False).item()
     3.0
     """
-    return torch.max_pool2d(x, kernel, stride, padding, dilation, ceil_mode)
-
-
-def _max_pool2d_on_gpu(
-    x: Tensor,
-    kernel: list[int],
-    stride: list[int],
-    padding: list[int],
-    dilation: list[int],
-    ceil_mode: bool,
-) -> Tensor:
     if not cuda_pool.fits(x, kernel):
-        return _max_pool2d(x, kernel, stride, padding, dilation, ceil_mode)
-    size = _max_pool2d(x.new_empty(x.shape, device="meta"), kernel, stride, padding, dilation, ceil_mode).shape[2:]
+        return torch.max_pool2d(x, kernel, stride, padding, dilation, ceil_mode)
+    shapes = x.new_empty(x.shape, device="meta")
+    size = torch.max_pool2d(shapes, kernel, stride, padding, dilation, ceil_mode).shape[2:]
     return cuda_pool.run(x, kernel, stride, padding, dilation, size)
 
 
@@ -268,9 +258,8 @@ packed_linear = torch.library.custom_op("halve::packed_linear", _packed_linear, 
 max_pool2d = torch.library.custom_op("halve::max_pool2d", _max_pool2d, mutates_args=())
 conv2d.register_kernel("cuda", _conv2d_on_gpu)
 linear.register_kernel("cuda", _linear_on_gpu)
-max_pool2d.register_kernel("cuda", _max_pool2d_on_gpu)
 conv2d.register_fake(_conv2d)  # plain PyTorch runs on tensors without numbers as well
 linear.register_fake(_linear)
-max_pool2d.register_fake(_max_pool2d)
+max_pool2d.register_fake(torch.max_pool2d)
 packed_conv2d.register_fake(_packed_conv2d_fake)
 packed_linear.register_fake(_packed_linear_fake)
