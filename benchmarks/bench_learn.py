@@ -2,10 +2,11 @@
 
     python benchmarks/bench_learn.py [--batch 256] [--size 224] [--steps 40] [--out FILE]
 
-All three distil outputs and block features from the dense network (whose pass is counted in all), in bf16, with fused
-AdamW; `halve` and `dense` in channels last. `halve` is timed through `halve.learn` itself, sampling, looks at entropy
-and all. `unfold` is what the paper's published code does: unfold, matrix product, a bias that is zero where the layer
-has none, a concatenation over groups, and a mask with its entropy sampled in each layer. Systems are timed in turns.
+All three distil from the dense network (whose pass is counted in all), in bf16, with fused AdamW; `halve` and `dense`
+in channels last. `halve` is timed through `halve.learn` itself with its defaults: sampling, channel orders,
+augmentation, looks at entropy and all; the other two compare outputs and block features alone. `unfold` is what the
+paper's published code does: unfold, matrix product, a bias that is zero where the layer has none, a concatenation over
+groups, and a mask with its entropy sampled in each layer. Systems are timed in turns.
 Writes benchmarks/results/learn_gpu.json; does nothing without a GPU.
 """
 
