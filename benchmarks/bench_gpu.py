@@ -6,8 +6,8 @@
 Random weights and BatchNorm as it is initialised, masked by magnitude: no kernel's speed depends on which weights are
 kept. All systems of a batch size are timed in turns; torch.compile takes its time and is measured for some batch sizes
 alone. Writes benchmarks/results/gpu.json (one record per measurement) and gpu_layers.json (one per layer of each plan),
-in which networks that were not measured this time keep their records; does nothing without a GPU. Needs torch,
-torchvision, numpy and safetensors.
+in which networks and types that were not measured this time keep their records; does nothing without a GPU. Needs
+torch, torchvision, numpy and safetensors.
 """
 
 import argparse
@@ -72,10 +72,11 @@ def known(path: Path) -> list[dict[str, object]]:
     return records
 
 
-def write(path: Path, network: str, found: list[dict[str, object]]) -> None:
-    """Replace what is known of this network, all of it: times of several runs do not compare. Other networks stay."""
+def write(path: Path, found: list[dict[str, object]]) -> None:
+    """Replace all that is known of this network in this type: times of several runs do not compare. Others stay."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    others = [record for record in known(path) if record["network"] != network]
+    measured = {(record["network"], record["dtype"]) for record in found}
+    others = [record for record in known(path) if (record["network"], record["dtype"]) not in measured]
     path.write_text(json.dumps(sorted(others + found, key=lambda record: str(record["network"])), indent=1) + "\n")
 
 
@@ -101,8 +102,8 @@ def main() -> None:
         started = time.perf_counter()
         found = measured(network, options)
         tell(network, found, time.perf_counter() - started)
-        write(options.out, network, records(found, network, getattr(torch, options.dtype), device))
-        write(options.layers_out, network, layer_records(found, network))
+        for path, kind in ((options.out, records), (options.layers_out, layer_records)):
+            write(path, kind(found, network, getattr(torch, options.dtype), device))
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """Does a compiled network predict on real photos what the masked one predicts in single precision? ResNet-50 on a GPU.
 
-    python benchmarks/bench_photos.py ASSETS [--out FILE]
+    python benchmarks/bench_photos.py [ASSETS] [--out FILE]
 
 ASSETS holds zoo.py, resnet50_v1_imagenet.safetensors and the folders of photos in20_train/, in20_val_dev/, in1000_dev/.
-Masks are permuted magnitudes, recalibrated. Top-1 classes are compared with `halve.apply` in float32: PyTorch's own
-float16 and bfloat16, the compiled network as it was planned, and with every masked layer on the sparse kernels. Writes
-benchmarks/results/photos.json; does nothing without a GPU.
+Masks are magnitudes, recalibrated: the same in every run. Top-1 classes are compared with `halve.apply` in float32:
+PyTorch's own float16 and bfloat16, the compiled network as it was planned, and with every masked layer on the sparse
+kernels. Writes benchmarks/results/photos.json; does nothing without a GPU or without ASSETS.
 """
 
 import argparse
@@ -49,18 +49,21 @@ def classes(run: Callable[[Tensor], Tensor], batches: list[Tensor], dtype: torch
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("assets", type=Path)
+    parser.add_argument("assets", type=Path, nargs="?")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("bench_photos: no GPU, nothing measured")
         return
+    if options.assets is None:
+        print("bench_photos: no folder with checkpoint and photos given, nothing measured")
+        return
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     assets = options.assets
     model = load_model(f"{assets / 'zoo.py'}:resnet50_v1", assets / "resnet50_v1_imagenet.safetensors").model.cuda()
     seen = photos(assets, "in20_train", limit=512)
-    masks = halve.recalibrate(model, halve.prune(model, permute=True, example=seen[0]), seen)
-    batches = photos(assets, "in20_val_dev") + photos(assets, "in1000_dev")
+    masks = halve.recalibrate(model, halve.prune(model), seen)
+    batches = [batch for folder in ("in20_train", "in20_val_dev", "in1000_dev") for batch in photos(assets, folder)]
     masked = halve.apply(model, masks).eval()
     expected = classes(masked, batches, torch.float32)
     records = []

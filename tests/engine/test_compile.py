@@ -284,8 +284,7 @@ def test_it_can_be_exported_and_has_no_training_mode():
     program = torch.export.export(fast, (images(2),), strict=False)
     torch.testing.assert_close(program.module()(images(2)), fast(images(2)))
     assert sum("packed" in str(node.target) for node in program.graph.nodes) == sum(a.halved for a in fast.layers)
-    assert fast.train() is fast
-    assert not fast.training or fast.eval() is fast
+    assert not fast.train().training
 
 
 def test_not_a_number_in_an_image_stays_with_that_image():

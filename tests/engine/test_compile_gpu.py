@@ -63,6 +63,14 @@ def close(got, expected, share=0.02):
     assert (got.float() - expected).abs().max() < share * expected.abs().max()
 
 
+def in_threads(calls):
+    threads = [threading.Thread(target=call[0], args=call[1:]) for call in calls]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
 @pytest.mark.parametrize("batch", [1, 2, 3, 8, 13])
 def test_every_batch_size_gives_what_the_masked_network_gives(made, batch):
     model, masks, fast = made
@@ -120,11 +128,7 @@ def test_threads_and_streams_do_not_mix(made):
                 if not torch.equal(got, expected[index]):
                     wrong.append(index)
 
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    in_threads([(work, index) for index in range(8)])
     assert not wrong
 
 
@@ -134,17 +138,43 @@ def test_two_networks_at_once(made):
     masks = halve.prune(model)
     second = halve.compile(model, masks, photos(2))
     x = photos(2)
-    expected = first(x), second(x)
-    for _ in range(5):
-        assert torch.equal(first(x), expected[0])
-        assert torch.equal(second(x), expected[1])
+    expected, wrong = (first(x), second(x)), []
+
+    def work(net, wanted):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            wrong.extend("another result" for _ in range(20) if not torch.equal(net(x), wanted))
+
+    in_threads([(work, first, expected[0]), (work, second, expected[1])])
+    assert not wrong
+
+
+def test_two_networks_are_compiled_at_once(monkeypatch, tmp_path):
+    monkeypatch.setenv("HALVE_CACHE", str(tmp_path))  # where nothing was timed yet
+    benchmark, found = torch.backends.cudnn.benchmark, {}
+
+    def work(name):
+        model = network(name)
+        masks = halve.prune(model)
+        found[name] = halve.compile(model, masks, photos(2))(photos(2)), reference(model, masks, photos(2))
+
+    in_threads([(work, "resnet18"), (work, "resnet34")])
+    assert len(found) == 2
+    for got, expected in found.values():
+        close(got, expected)
+    assert torch.backends.cudnn.benchmark == benchmark
 
 
 def test_recordings_are_bounded(made, monkeypatch):
     monkeypatch.setattr(recorded, "MOST", 2)
     fast = copy.deepcopy(made[2])
-    fast.warmup([1, 2, 8])
-    assert len(fast._recordings.known) == 2
+    recordings = fast.warmup([8])._recordings
+    x = photos(8)
+    expected, old = fast(x), recordings.of((x,))
+    fast.warmup([1, 2])
+    assert len(recordings.known) == 2
+    assert recordings.of((x,)) is None
+    assert "8 images was given up" in fast.plan.left["CUDA graph"]
+    assert torch.equal(recordings.replay((x,), old), expected)  # by a call that had found it before it made room
 
 
 def test_a_recording_keeps_the_weights_that_it_reads(made):
@@ -178,7 +208,7 @@ def test_nothing_is_timed_twice(made, monkeypatch):
     def refuse(*args):
         raise AssertionError("timed again")
 
-    monkeypatch.setattr("halve.engine.plan._measured", refuse)
+    monkeypatch.setattr("halve.engine.plan.graph_times", refuse)
     halve.compile(model, masks, photos(2))
 
 
@@ -205,9 +235,24 @@ def test_saved_loaded_copied_and_moved_it_is_the_same(made, tmp_path):
     assert torch.equal(again(x), expected)
     assert str(again.plan) == str(fast.plan)
     assert torch.equal(copy.deepcopy(fast)(x), expected)
-    there = copy.deepcopy(fast).cpu()
+    with pytest.warns(EngineWarning, match="running dense: .* this is cpu"):
+        there = copy.deepcopy(fast).cpu()
+    assert all(layer.way_for(1) == "torch" for layer in there.layers)
     close(there(x.cpu()).cuda(), expected.float())
     assert torch.equal(there.cuda()(x), expected)
+    assert there.reason is None
+    shuffled = copy.deepcopy(fast).to(memory_format=torch.channels_last)
+    assert torch.equal(shuffled(x), expected)
+
+
+def test_what_was_compiled_on_a_cpu_runs_sparse_after_it_moved_to_a_gpu(made):
+    model, masks, _ = made
+    with pytest.warns(EngineWarning, match="this is cpu"):
+        fast = halve.compile(model, masks, photos(1).cpu())
+    fast = fast.cuda().warmup([1])
+    assert fast.reason is None
+    assert any(entry.kernel.startswith("sparse") for entry in fast.plan)
+    close(fast(photos(1)), reference(model, masks, photos(1)))
 
 
 def test_masks_with_channel_orders_run_sparse():

@@ -1,7 +1,6 @@
 """Networks and inputs out of the ordinary."""
 
 import copy
-import threading
 
 import pytest
 import torch
@@ -141,8 +140,6 @@ def planned(monkeypatch):
         return {name: float(number) for number, name in enumerate(ways)}
 
     monkeypatch.setattr(plan, "graph_times", times)
-    monkeypatch.setattr(of_compiled, "graph_times", times)
-    monkeypatch.setattr(Memory, "of", lambda device: Memory(None))
     return fast, state
 
 
@@ -153,7 +150,7 @@ def forms(fast):
 
 def plan_it(fast, size):
     with torch.no_grad(), fast._as_before_if_it_fails():
-        fast._plan(size, (images(size),))
+        return plan.decide(fast.layers, lambda: fast._run(images(size)), Memory(None), sparse=True)
 
 
 def test_planning_that_breaks_off_leaves_every_layer_as_it_was(planned):
@@ -163,14 +160,12 @@ def test_planning_that_breaks_off_leaves_every_layer_as_it_was(planned):
     with pytest.raises(torch.OutOfMemoryError):
         plan_it(fast, 2)
     assert forms(fast) == before
-    assert not fast.plan.batches
     assert torch.equal(fast(images(2)), expected)
 
 
 def test_planning_keeps_the_forms_that_it_decided_for_and_no_others(planned):
     fast, _ = planned
-    plan_it(fast, 2)
-    assert set(fast.plan.batches) == {2}
+    assert [entry.layer for entry in plan_it(fast, 2)] == [layer.name for layer in fast.layers]
     for layer, (ways, held) in zip(fast.layers, forms(fast), strict=True):
         kinds = {way.partition(" ")[0] for way in ways.values()}
         assert ("twin" in held) == ("twin" in kinds)
@@ -178,26 +173,61 @@ def test_planning_keeps_the_forms_that_it_decided_for_and_no_others(planned):
         assert layer.dtype == torch.bfloat16
 
 
-def test_a_recording_that_had_to_make_room_can_still_be_replayed():
+def test_on_a_device_without_sparse_kernels_it_runs_dense_and_as_before_when_it_comes_back(monkeypatch):
+    fast = sparsely(compiled(convnet()))
+    fast.plan.dense = None
+    before, expected = forms(fast), fast(images(2))
+    monkeypatch.setattr(of_compiled, "missing", lambda *_: "this is a toaster")
+    with pytest.warns(EngineWarning, match="running dense: this is a toaster"):
+        fast._settle(None)
+    assert fast.reason == "this is a toaster"
+    assert all(held == {"weight"} for _, held in forms(fast))
+    torch.testing.assert_close(fast(images(2)), expected)
+    monkeypatch.setattr(of_compiled, "missing", lambda *_: "this is a kettle")
+    fast._settle("this is a toaster")
+    assert fast.reason == "this is a kettle"
+    monkeypatch.setattr(of_compiled, "missing", lambda *_: None)
+    fast._settle("this is a kettle")
+    assert fast.reason is None
+    assert forms(fast) == before
+
+
+def test_a_network_without_layers_to_halve_stays_dense_on_another_device(monkeypatch):
+    fast = compiled(convnet())
+    fast.plan.dense = "no layer that was captured is 2:4"
+    monkeypatch.setattr(of_compiled, "missing", lambda *_: None)
+    fast._settle(None)
+    assert fast.reason == "no layer that was captured is 2:4"
+
+
+def test_packed_weights_stay_in_order_whatever_memory_format_is_asked_for():
+    fast = sparsely(compiled(convnet()))
+    expected = fast(images(2))
+    fast.to(memory_format=torch.channels_last)
+    for layer in fast.layers:
+        assert all(form is None or form.is_contiguous() for form in (layer.values, layer.metadata, layer.twin))
+    assert torch.equal(fast(images(2)), expected)
+
+
+def test_copies_make_recordings_of_their_own():
     recordings = of_compiled.Recordings()
-    x = images(2)
-    recordings.known[((2, 4, 8, 8),)] = ("graph", (x,), x, ())
-    found = recordings.of((x,))
-    recordings.known.clear()
-    assert found is not None
-    assert recordings.of((x,)) is None
-    assert isinstance(copy.deepcopy(recordings).planning, type(threading.RLock()))
+    recordings.known[((2, 4, 8, 8),)] = ("graph", (), None, ())
+    assert not copy.deepcopy(recordings).known
 
 
-def test_conditions_of_sizes_that_cannot_be_understood_fix_the_size(monkeypatch):
-    known = of_guards._value
+@pytest.mark.parametrize("hidden", ["the expression", "all of them"])
+def test_conditions_of_sizes_that_cannot_be_understood_fix_the_size(monkeypatch, hidden):
+    known = of_guards._reading
 
-    def forgetful(node, given):
+    def forgetful(node):
         if isinstance(node, of_guards.ast.BinOp):
             raise ValueError("unknown expression")
-        return known(node, given)
+        return known(node)
 
-    monkeypatch.setattr(of_guards, "_value", forgetful)
+    if hidden == "the expression":
+        monkeypatch.setattr(of_guards, "_reading", forgetful)
+    else:
+        monkeypatch.setattr(of_guards, "_TOLD_AS", "_called_otherwise_in_a_later_version")
     model = nn.Sequential(nn.Conv2d(4, 4, 1), nn.PixelUnshuffle(2), nn.Conv2d(16, 4, 1)).eval()
     fast = compiled(model, halve.MaskSet({}))
     assert fast(images(3)).shape == (3, 4, 4, 4)

@@ -101,3 +101,19 @@ def test_what_a_kernel_would_read_wrongly_is_refused():
     ):
         with pytest.raises(EngineError, match=why):
             ops.packed_conv2d(bad, values, metadata, bias, None, *sizes)
+
+
+def test_what_a_kernel_would_read_past_is_refused():
+    weight = random(16, 64, 3, 3) * (torch.arange(64) % 4 < 2).reshape(1, -1, 1, 1)
+    values, metadata, shape = pack(weight, weight != 0)
+    x, sizes = random(1, 64, 4, 4), ([1, 1], [1, 1], [1, 1], "none", "64x64")
+
+    def refused(match, values=values, metadata=metadata, bias=None):
+        with pytest.raises(EngineError, match=match):
+            ops.packed_conv2d(x, values, metadata, bias, None, list(shape), *sizes)
+
+    refused(r"values .* have shape \(1, 18, 32, 8\)", values=values[:, :2])
+    refused(r"without gaps", values=values.to(memory_format=torch.channels_last))
+    refused(r"metadata .* have shape", metadata=metadata[:, :2])
+    refused(r"int32", metadata=metadata.long())
+    refused(r"bias must be", bias=torch.zeros(32)[::2])

@@ -7,13 +7,14 @@ from halve.engine import plan
 from halve.engine.geometry import Geometry
 from halve.engine.layer import Layer
 from halve.engine.memory import Memory
-from halve.engine.plan import Entry, Plan, Timed, entry_of, timed
+from halve.engine.plan import Entry, Plan, Timed, decide, entry_of, timed
+from halve.errors import EngineError
 
 LAYER = Layer("fc", Geometry(4, 8), torch.randn(4, 8), None, linear=True)
 
 
 def timing(**times):
-    return Timed(LAYER, 1, "8>4", {name.replace("_", " "): time for name, time in times.items()})
+    return Timed(LAYER, 1, "8>4", "key", {name.replace("_", " "): time for name, time in times.items()})
 
 
 def test_the_fastest_of_each_kind():
@@ -47,7 +48,15 @@ def test_a_line_says_what_our_kernels_take_with_all_and_half_weights():
     assert entry_of(timing(torch=3.0), "torch", "why").sparse_ms is None
 
 
-def test_a_way_that_has_no_memory_today_is_tried_again_and_one_that_fails_is_not(monkeypatch):
+@pytest.mark.parametrize(
+    "error",
+    [
+        torch.OutOfMemoryError("held by others"),
+        RuntimeError("CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"),
+        EngineError("no NVRTC was found"),
+    ],
+)
+def test_a_way_that_fails_for_a_reason_that_passes_is_tried_again_and_no_other(monkeypatch, error):
     state = {"free": False}
 
     class Crowded(Layer):
@@ -61,7 +70,7 @@ def test_a_way_that_has_no_memory_today_is_tried_again_and_one_that_fails_is_not
             if way == "gemm":
                 raise RuntimeError("no kernel")
             if way.startswith("sparse") and not state["free"]:
-                raise torch.OutOfMemoryError("held by others")
+                raise error
             return super().run(x, residual, "torch")
 
     monkeypatch.setattr(plan, "graph_times", lambda calls: dict.fromkeys(calls, 1.0))
@@ -72,3 +81,23 @@ def test_a_way_that_has_no_memory_today_is_tried_again_and_one_that_fails_is_not
         [found] = timed([layer], lambda: layer(torch.randn(2, 8)), memory)
         assert found.times == expected
     assert memory.recall(next(iter(memory.known)), ["gemm"]) == {"gemm": float("inf")}
+
+
+def test_a_network_is_timed_once_and_without_sparse_kernels_in_dense_ways_alone(monkeypatch):
+    asked = []
+
+    def times(calls):
+        asked.append(set(calls))
+        return {name: float(number) for number, name in enumerate(calls)}
+
+    monkeypatch.setattr(plan, "graph_times", times)
+    layer = Layer("fc", Geometry(4, 8), torch.randn(4, 8).bfloat16(), None, linear=True)
+    memory, run = Memory(None), lambda: layer(torch.randn(2, 8).bfloat16())
+    [entry] = decide([layer], run, memory, sparse=False)
+    assert entry.kernel == "torch"
+    assert {way for calls in asked for way in calls} <= {"torch", "gemm", "dense"}
+    [entry] = decide([layer], run, memory, sparse=True)
+    assert any(way.startswith("twin") for calls in asked for way in calls)
+    before, known = len(asked), entry
+    assert decide([layer], run, memory, sparse=True) == [known]
+    assert len(asked) == before

@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from halve.cli import bench, check, demo, find, learn, masks
+from halve.cli import bench, check, compile, demo, find, learn, masks
 from halve.version import VERSION
 
 app = typer.Typer(
@@ -25,6 +25,7 @@ for command in (
     masks.apply,
     check.verify,
     check.evaluate,
+    compile.compile,
     bench.bench,
     masks.inspect,
     masks.pack,

@@ -4,17 +4,17 @@ import json as json_
 from pathlib import Path
 from typing import Annotated
 
+import torch
 import typer
 
 import halve
 from halve.cli import options as o
 from halve.cli import progress, show
+from halve.cli.compile import show_plan, type_of
 from halve.cli.masks import DTYPES
 from halve.engine.bench import records
 from halve.engine.bench.measure import Measurement
 from halve.engine.bench.systems import SYSTEMS
-from halve.engine.plan import COLUMNS
-from halve.errors import EngineError
 from halve.masks.storage import write_atomically
 
 ON_GPU, ON_CPU = (1, 32, 256), (1, 8)  # batch sizes
@@ -54,14 +54,12 @@ def bench(
     halve bench torchvision:resnet50 --batch 1 --batch 256 --plan
     """
     path = None if out is None else o.writable(out)
-    wanted = None if dtype is None else dtype.removeprefix("torch.")
-    if wanted is not None and wanted not in DTYPES:
-        raise EngineError(f"--dtype {dtype}: there are {', '.join(DTYPES)}")
+    wanted = type_of(dtype)
     opened = o.open_model(model, weights, device, size)
     if masks is None:
         show.note("note: no --masks: made by magnitude now; which weights are kept does not change how fast it runs")
     on_gpu = opened.device.type == "cuda"
-    computed = DTYPES[wanted or ("float16" if on_gpu else "float32")]
+    computed = wanted or (torch.float16 if on_gpu else torch.float32)
     found = halve.bench(
         opened.model,
         halve.prune(opened.model) if masks is None else halve.load(masks),
@@ -75,7 +73,7 @@ def bench(
     )
     told = {
         "measurements": records.records(found, model, computed, opened.device),
-        "layers": records.layer_records(found, model),
+        "layers": records.layer_records(found, model, computed, opened.device),
     }
     if path is not None:
         write_atomically(path, (json_.dumps(told, indent=1) + "\n").encode())
@@ -98,7 +96,7 @@ def _tell(found: list[Measurement], title: str, plan: bool) -> None:
     if plan:
         for one in found:
             if one.plan:
-                _show_plan(one)
+                show_plan(one.batch, one.plan)
             elif one.system == "halve":
                 show.note(f"note: batch {one.batch}: no plan, {one.note or one.error or 'no layer was timed'}")
     remarks: dict[tuple[str, str], list[int]] = {}
@@ -121,13 +119,4 @@ def _row(one: Measurement, dense_ms: float | None) -> tuple[str, ...]:
         "-" if dense_ms is None else f"{dense_ms / one.median_ms:.2f} x",
         "-" if one.memory_bytes is None else show.size(one.memory_bytes),
         "-" if one.energy_mj_per_image is None else f"{one.energy_mj_per_image:.2f}",
-    )
-
-
-def _show_plan(one: Measurement) -> None:
-    sparse = sum(entry.kernel.startswith("sparse") for entry in one.plan)
-    heads = [f">{head}" if head.endswith("ms") else head for head in COLUMNS]
-    show.say("")
-    show.table(
-        f"batch {one.batch}: {sparse} of {len(one.plan)} layers sparse", heads, [entry.cells() for entry in one.plan]
     )

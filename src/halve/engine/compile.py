@@ -3,7 +3,6 @@
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from halve.engine.compiled import Compiled, missing
@@ -11,6 +10,7 @@ from halve.engine.fuse import fuse
 from halve.engine.guards import Guards
 from halve.engine.lower import lower_
 from halve.engine.parts import CapturedPart
+from halve.engine.trial import tried
 from halve.errors import EngineError, ModelError
 from halve.graph import Captured, capture
 from halve.masks.apply import Changed, apply
@@ -61,16 +61,15 @@ def compile(
     with torch.no_grad():
         captured = _captured(masked, tuple(_in(exact, x) for x in inputs))
         body, left = _body(masked, captured)
-        alone = not captured.whole or _holds_for_one(masked, body, tuple(_in(exact, x[:1]) for x in inputs))
+        if captured.whole:
+            part, two = captured.parts[0], tuple(_in(exact, torch.cat([x, x])[:2]) for x in inputs)
+            held = tried(body, masked, part.sizes(), Guards.of(part.program, masked.forward), two, {})
         _convert_(body, computed)
         fast = Compiled(body, inputs, computed, left)
         if captured.parts:
             left |= _not_taken(model, masks, {layer.name for layer in fast.layers}, left)
         if captured.whole:
-            part, sizes = captured.parts[0], captured.parts[0].sizes()
-            if not alone:
-                sizes = tuple(((max(least, 2), most), *rest) for (least, most), *rest in sizes)
-            fast.hold_for(sizes, Guards.of(part.program, masked.forward))
+            fast.hold_for(*held)
         try:
             fast.check_sizes(inputs)
         except EngineError as error:
@@ -117,8 +116,10 @@ def _captured(masked: nn.Module, inputs: tuple[Tensor, ...]) -> Captured:
         captured = capture(masked, inputs, free_size=True)
     except ModelError as error:
         return Captured((), {"the network": str(error)})
-    if captured.whole and Guards.of(captured.parts[0].program, masked.forward).broken(inputs):
-        return capture(masked, inputs)
+    if captured.whole:
+        program = captured.parts[0].program
+        if not Guards.told(program) or Guards.of(program, masked.forward).broken(inputs):
+            return capture(masked, inputs)
     return captured
 
 
@@ -145,16 +146,6 @@ def _not_taken(model: nn.Module, masks: MaskSet, taken: set[str], left: dict[str
         if outside and not taken.intersection((name, *mask.shared_with)):
             result[name] = f"{type(model.get_submodule(name)).__name__}, which the engine has no operation for"
     return result
-
-
-def _holds_for_one(masked: nn.Module, body: nn.Module, one: tuple[Tensor, ...]) -> bool:
-    """Whether the graph, captured with two images, gives what the model gives for one: its code may set that apart."""
-    try:
-        given, wanted = (pytree.tree_flatten(net(*(x.clone() for x in one))) for net in (body, masked))
-    except Exception:  # the model's own code: what does not run on one image is not asked to
-        return False
-    shapes = [[x.shape if isinstance(x, Tensor) else x for x in leaves] for leaves, _ in (given, wanted)]
-    return given[1] == wanted[1] and shapes[0] == shapes[1]
 
 
 def _convert_(body: nn.Module, dtype: torch.dtype) -> None:

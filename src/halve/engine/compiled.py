@@ -2,7 +2,8 @@
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,12 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.fx.node import map_aggregate
 
-from halve.engine import ops
 from halve.engine.cuda import driver, jit
 from halve.engine.guards import Guards, misfit
 from halve.engine.layer import DENSE, Layer
 from halve.engine.memory import Memory
-from halve.engine.plan import BARS, Entry, Plan, Timed, entry_of, timed
-from halve.engine.recorded import Recordings, Shapes, shapes_of
-from halve.engine.timing import graph_times
+from halve.engine.plan import Plan, decide
+from halve.engine.recorded import ALONE, MOST, Recordings, Shapes, shapes_of
 from halve.errors import EngineError, EngineWarning, listed
 from halve.find.replay import best_algorithms
 from halve.graph import Sizes
@@ -43,6 +42,7 @@ class Compiled(nn.Module):
         left: dict[str, str],
     ) -> None:
         super().__init__()
+        self.training = False
         self.body = body
         self.plan = Plan({}, left)
         self.dtype, self.input_dtypes = dtype, tuple(x.dtype for x in example)
@@ -52,6 +52,7 @@ class Compiled(nn.Module):
         self.guards: Guards | None = None
         self._fitting: set[Shapes] = set()  # shapes that were looked at
         self._recordings = Recordings()
+        self._elsewhere: list[dict[int, str]] = []  # how layers ran before the network came to run dense
         self.device = example[0].device  # a graph may hold constants that lie elsewhere
 
     @property
@@ -71,7 +72,8 @@ class Compiled(nn.Module):
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if named:
             raise EngineError(f"inputs are taken by place, as in the example, not by name: {listed(named)}")
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling():  # devices and types stand fast then
+            self.check_sizes(inputs)
             return self._run(*(x.detach() if isinstance(x, Tensor) else x for x in inputs))
         self._check(inputs)
         with torch.no_grad():
@@ -137,10 +139,12 @@ class Compiled(nn.Module):
         for size in dict.fromkeys(batch_sizes):
             inputs = tuple(self._varied(x, size) for x in self.example)
             self._check(inputs)
-            with self._recordings.planning, torch.no_grad(), torch.cuda.device(self.device), best_algorithms():
+            with ALONE, self._recordings.planning, torch.no_grad(), torch.cuda.device(self.device), best_algorithms():
                 if size not in self.plan.batches:
                     with self._as_before_if_it_fails():
-                        self._plan(size, inputs)
+                        run = partial(self._run, *inputs)
+                        entries = decide(self.layers, run, Memory.of(self.device), sparse=self.reason is None)
+                    self.plan.batches |= {size: entries} if entries else {}
                 self._record(inputs)
         return self
 
@@ -159,36 +163,12 @@ class Compiled(nn.Module):
                 layer.take(ways)
             raise
 
-    def _plan(self, size: int, inputs: tuple[Tensor, ...]) -> None:
-        """Time each layer by itself, then whole networks with layers sparse above some bar, and take the best."""
-        before = {id(layer): dict(layer.ways) for layer in self.layers}
-        timings = timed(self.layers, lambda: self._run(*inputs), Memory.of(self.device))
-        if not timings:
-            return
-        tried = {"dense": [timing.best("dense") for timing in timings]}
-        for bar in BARS:
-            ways = [timing.above(bar) for timing in timings]
-            if ways not in tried.values():
-                tried[f"from {bar:g} x dense on"] = ways
-        for timing, possible in zip(timings, zip(*tried.values(), strict=True), strict=True):
-            timing.layer.hold([*timing.layer.ways.values(), *possible])
-        times = graph_times({name: self._in_ways(timings, ways, inputs) for name, ways in tried.items()})
-        best = min(times, key=lambda name: times[name])
-        for timing, way in zip(timings, tried[best], strict=True):
-            timing.layer.take({**before[id(timing.layer)], timing.pixels: way})
-        self.plan.batches[size] = [_line(timing, way, best) for timing, way in zip(timings, tried[best], strict=True)]
-
-    def _in_ways(self, timings: list[Timed], ways: list[str], inputs: tuple[Tensor, ...]) -> Callable[[], Any]:
-        def run() -> Any:
-            for timing, way in zip(timings, ways, strict=True):
-                timing.layer.ways = {timing.pixels: way}
-            return self._run(*inputs)
-
-        return run
-
     def _record(self, inputs: tuple[Tensor, ...]) -> None:
         try:
-            self._recordings.record(self._run, inputs, (*self.body.buffers(), *self.body.parameters()))
+            gone = self._recordings.record(self._run, inputs, (*self.body.buffers(), *self.body.parameters()))
+            if gone:
+                sizes = ", ".join(str(shapes[0][0]) for shapes in gone)
+                self.plan.left["CUDA graph"] = f"of {sizes} images was given up: {MOST} are kept"
         except RuntimeError as error:  # a part of the network may do what cannot be recorded
             first = (str(error).splitlines() or [""])[0]
             self.plan.left.setdefault("CUDA graph", f"not recorded: {first[:120]}")
@@ -208,8 +188,20 @@ class Compiled(nn.Module):
         super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         if moved.device != self.device:
             move_(self.body, self.device, moved.device)
-        self.device = moved.device
+            before, self.device = missing(self.device, self.dtype), moved.device
+            self._settle(before)
         return self
+
+    def _settle(self, before: str | None) -> None:
+        """On a new device: dense where it must be, sparse again where only the device `before` stood against it."""
+        now = missing(self.device, self.dtype)
+        if now is not None and self.reason is None:
+            self.fall_back(now)
+        elif before is not None and self.reason is not None:
+            self.plan.dense = now
+            if now is None:
+                for layer, ways in zip(self.layers, self._elsewhere, strict=True):
+                    layer.take(ways)
 
     def take_plan_of(self, other: "Compiled") -> None:
         """Run each layer as another network of the same structure does."""
@@ -230,6 +222,7 @@ class Compiled(nn.Module):
     def fall_back(self, reason: str) -> "Compiled":
         """Run dense; say so, once."""
         self.plan.dense = reason
+        self._elsewhere = [dict(layer.ways) for layer in self.layers]
         for layer in self.layers:
             layer.take({1: DENSE})
         warnings.warn(f"running dense: {reason}", EngineWarning, stacklevel=3)
@@ -256,16 +249,3 @@ def missing(device: torch.device, dtype: torch.dtype) -> str | None:
     if dtype not in (torch.float16, torch.bfloat16):
         return f"sparse tensor cores multiply float16 and bfloat16, not {dtype}: pass dtype=torch.float16"
     return jit.available()
-
-
-def _line(timing: Timed, way: str, chosen: str) -> Entry:
-    fastest = timing.best("any")
-    if way == fastest:
-        reason = "fastest"
-    elif way in ops.DENSE_WAYS:
-        reason = "the network is faster with this layer dense"
-    else:
-        reason = f"the network is faster with layers sparse {chosen}"
-    if not timing.layer.halved:
-        reason += ", not 2:4"
-    return entry_of(timing, way, reason)

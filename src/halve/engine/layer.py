@@ -140,6 +140,9 @@ class Layer(nn.Module):
         super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         if self.bias32 is not None:  # the kernels add it in single precision, whatever the layer is converted to
             self.bias32 = self.bias32.float()
+        for name in ("values", "metadata", "twin"):  # which kernels read in order, whatever memory format is asked for
+            form = getattr(self, name)
+            setattr(self, name, None if form is None else form.contiguous())
         return self
 
     @property

@@ -17,7 +17,7 @@ from torch import Tensor
 from halve.engine.cuda import conv as cuda_conv
 from halve.engine.cuda import pool as cuda_pool
 from halve.engine.geometry import Geometry
-from halve.engine.pack import restored
+from halve.engine.pack import restored, sizes
 from halve.errors import EngineError
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -137,8 +137,8 @@ def _packed_conv2d(
     if residual is not None and residual.shape != (expected := _result_shape(x, geometry)):
         raise EngineError(f"the residual has shape {tuple(residual.shape)}, the result {expected}")
     if x.is_cuda:
-        residual = None if residual is None else residual.contiguous(memory_format=_NHWC)
-        return cuda_conv.run(x.contiguous(memory_format=_NHWC), values, metadata, bias, residual, geometry, tile)
+        residual = None if residual is None else _readable(residual)
+        return cuda_conv.run(_readable(x), values, metadata, bias, residual, geometry, tile)
     y = F.conv2d(x, restored(values, metadata, geometry.weight_shape), None, stride, padding, dilation)
     if bias is not None:
         y = (y.float() + bias.reshape(1, -1, 1, 1)).to(x.dtype)
@@ -219,6 +219,12 @@ def _max_pool2d(
     return cuda_pool.run(x, kernel, stride, padding, dilation, size)
 
 
+def _readable(x: Tensor) -> Tensor:
+    """Channels last, beginning where 16 bytes can be read at once: a slice of one image may begin elsewhere."""
+    x = x.contiguous(memory_format=_NHWC)
+    return x if x.data_ptr() % 16 == 0 else x.clone(memory_format=_NHWC)
+
+
 def _as_image(x: Tensor) -> Tensor:
     """(..., C) -> (1, C, rows, 1), channels last."""
     return x.reshape(1, -1, 1, x.shape[-1]).permute(0, 3, 1, 2)
@@ -242,8 +248,17 @@ def _check(
     for name, tensor in (("weight", values), ("residual", residual)):
         if tensor is not None and tensor.dtype != x.dtype:
             raise EngineError(f"the input is {x.dtype}, the {name} {tensor.dtype}: convert the input")
-    if bias is not None and (bias.dtype != torch.float32 or bias.numel() != shape[0]):
+    if bias is not None and (bias.dtype != torch.float32 or bias.numel() != shape[0] or not bias.is_contiguous()):
         raise EngineError(f"the bias must be {shape[0]} numbers in float32, not {bias.numel()} in {bias.dtype}")
+    expected = sizes(shape, sparse=metadata is not None)
+    for name, tensor, size in zip(("values", "metadata"), (values, metadata), expected, strict=True):
+        if tensor is not None and (tuple(tensor.shape) != size or not tensor.is_contiguous()):
+            raise EngineError(
+                f"the {name} of a weight of shape {tuple(shape)} have shape {size} without gaps, "
+                f"not {tuple(tensor.shape)} with strides {tensor.stride()}"
+            )
+    if metadata is not None and metadata.dtype != torch.int32:
+        raise EngineError(f"the metadata must be int32, not {metadata.dtype}")
 
 
 def _pair(numbers: Sequence[int]) -> tuple[int, int]:

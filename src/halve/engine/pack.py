@@ -11,6 +11,8 @@ lane q describes columns 16 q .. 16 q + 15 of the 64: bits 0-15 those of row g, 
 each block of four: the places of its two values, the first in the low two bits.
 """
 
+import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -56,6 +58,17 @@ def pack(weight: Tensor, kept: Tensor) -> Packed:
     values = blocks.gather(-1, places).flatten(1)  # (rows, K / 2)
     nibbles = (places[..., 0] | places[..., 1] << 2).long()  # (rows, K / 4)
     return Packed(_lay_values(values), _lay_metadata(nibbles), tuple(weight.shape))
+
+
+def sizes(shape: Sequence[int], sparse: bool) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+    """The shapes of the values and of the metadata of a packed weight.
+
+    >>> sizes((17, 68, 3, 3), sparse=True), sizes((16, 64), sparse=False)
+    (((2, 36, 32, 8), (2, 18, 32)), ((1, 4, 32, 8), None))
+    """
+    rows, channels, *kernel = shape
+    tiles, steps = -(-rows // ROWS), math.prod(kernel) * -(-channels // CHANNELS)
+    return (tiles, steps * (2 if sparse else 4), _LANES, 8), (tiles, steps, _LANES) if sparse else None
 
 
 def unpack(packed: Packed) -> Tensor:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from halve.engine.guards import Guards, misfit
 from halve.engine.recorded import shapes_of
+from halve.engine.trial import tried
 from halve.graph import Part
 
 _MOST_SHAPES = 4096  # that are remembered
@@ -23,7 +24,9 @@ class CapturedPart(nn.Module):
     def __init__(self, part: Part, graph: nn.Module, module: nn.Module) -> None:
         super().__init__()
         self.graph, self.module = graph, module
-        self.sizes, self.guards = part.sizes(), Guards.of(part.program, module.forward)
+        args, kwargs = part.program.example_inputs
+        guards = Guards.of(part.program, module.forward)
+        self.sizes, self.guards = tried(graph, module, part.sizes(), guards, args, kwargs)
         leaves, self.structure = pytree.tree_flatten(part.program.example_inputs)
         self.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.other: str | None = None

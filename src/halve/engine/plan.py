@@ -1,5 +1,6 @@
 """Time the ways that each layer can run in, take the fastest, say why."""
 
+import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -11,6 +12,7 @@ from halve.engine import ops
 from halve.engine.layer import DENSE, Layer, pixels_of
 from halve.engine.memory import Memory
 from halve.engine.timing import graph_times
+from halve.errors import EngineError
 
 _TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of the largest output, when a way is tried
 COLUMNS = ("layer", "shape", "kernel", "ms", "dense ms", "twin ms", "sparse ms", "reason")
@@ -92,6 +94,7 @@ class Timed:
     layer: Layer
     pixels: int
     shape: str
+    key: str  # under which the times are remembered
     times: dict[str, float]
 
     def best(self, kind: str) -> str:
@@ -106,14 +109,43 @@ class Timed:
         return ours if taken else dense
 
 
-def timed(layers: list[Layer], run: Callable[[], object], memory: Memory) -> list[Timed]:
+def decide(layers: list[Layer], run: Callable[[], object], memory: Memory, *, sparse: bool) -> list[Entry]:
+    """Time each layer by itself, then whole networks with layers sparse above some bar, and take the best.
+
+    `run` runs the network on the input that it is planned for; without `sparse` only dense ways are tried.
+    """
+    before = {id(layer): dict(layer.ways) for layer in layers}
+    timings = timed(layers, run, memory, sparse)
+    if not timings:
+        return []
+    tried = {"dense": [timing.best("dense") for timing in timings]}
+    for bar in BARS:
+        ways = [timing.above(bar) for timing in timings]
+        if ways not in tried.values():
+            tried[f"from {bar:g} x dense on"] = ways
+    for timing, possible in zip(timings, zip(*tried.values(), strict=True), strict=True):
+        timing.layer.hold([*timing.layer.ways.values(), *possible])
+    described = repr(([timing.key for timing in timings], tried))
+    key = f"network {hashlib.sha256(described.encode()).hexdigest()}"
+    times = memory.recall(key, list(tried))
+    if times is None:
+        times = graph_times({name: _in_ways(timings, ways, run) for name, ways in tried.items()})
+        memory.remember(key, times)
+        memory.save()
+    best = min(times, key=lambda name: times[name])
+    for timing, way in zip(timings, tried[best], strict=True):
+        timing.layer.take({**before[id(timing.layer)], timing.pixels: way})
+    return [entry_of(timing, way, _reason(timing, way, best)) for timing, way in zip(timings, tried[best], strict=True)]
+
+
+def timed(layers: list[Layer], run: Callable[[], object], memory: Memory, sparse: bool = True) -> list[Timed]:
     """Run the network once; each layer that is reached is timed on the input that it gets, the first time."""
     found: dict[int, Timed] = {}
 
     def stop_by(layer: Layer, args: tuple[Any, ...]) -> None:
         if id(layer) not in found:
             x, residual = args[0], args[1] if len(args) > 1 else None
-            found[id(layer)] = _timed(layer, x, residual, memory)
+            found[id(layer)] = _timed(layer, x, residual, memory, sparse)
 
     handles = [layer.register_forward_pre_hook(stop_by) for layer in layers]
     try:
@@ -133,8 +165,27 @@ def entry_of(timing: Timed, way: str, reason: str) -> Entry:
     return Entry(timing.layer.name, timing.shape, way, times.get(way), dense, twin, sparse, reason)
 
 
-def _timed(layer: Layer, x: Tensor, residual: Tensor | None, memory: Memory) -> Timed:
-    ways = layer.possible()
+def _in_ways(timings: list[Timed], ways: list[str], run: Callable[[], object]) -> Callable[[], object]:
+    def in_these() -> object:
+        for timing, way in zip(timings, ways, strict=True):
+            timing.layer.ways = {timing.pixels: way}
+        return run()
+
+    return in_these
+
+
+def _reason(timing: Timed, way: str, chosen: str) -> str:
+    if way == timing.best("any"):
+        reason = "fastest"
+    elif way in ops.DENSE_WAYS:
+        reason = "the network is faster with this layer dense"
+    else:
+        reason = f"the network is faster with layers on our kernels {chosen}"
+    return reason if timing.layer.halved else f"{reason}, not 2:4"
+
+
+def _timed(layer: Layer, x: Tensor, residual: Tensor | None, memory: Memory, sparse: bool) -> Timed:
+    ways = [way for way in layer.possible() if sparse or way in ops.DENSE_WAYS]
     geometry = layer.geometry
     size = f"{x.shape[0]} x {x.shape[2]} x {x.shape[3]}" if x.dim() == 4 and not layer.linear else f"{len(x)}"
     stride = f"/{geometry.stride[0]}" if geometry.stride != (1, 1) else ""
@@ -148,26 +199,25 @@ def _timed(layer: Layer, x: Tensor, residual: Tensor | None, memory: Memory) -> 
         layer.hold([*before, DENSE])
         memory.remember(key, times)
     right = {way: time for way, time in times.items() if time != float("inf")}
-    return Timed(layer, int(pixels_of(x, layer.linear)), shape, right)
+    return Timed(layer, int(pixels_of(x, layer.linear)), shape, key, right)
 
 
 def _measured(layer: Layer, x: Tensor, residual: Tensor | None, ways: list[str]) -> dict[str, float]:
-    """Milliseconds of each way; infinite where it fails or is wrong on this GPU.
+    """Milliseconds of each way; infinite where a library has none for this shape, or where it is wrong on this GPU.
 
-    Left out is what wants memory that others hold now: that may be another time.
+    Left out is what may be another time: a kernel of ours that cannot be compiled, memory that others hold now.
     """
     expected = layer.run(x, residual, DENSE).float()
     tolerance = _TOLERANCE.get(x.dtype, 1e-3) * float(expected.abs().nan_to_num().max().clamp(min=1e-6))
-    calls, crowded = {}, set()
+    calls, not_now = {}, set()
     for way in ways:
         try:
             got = layer.run(x, residual, way).float()
-        except torch.OutOfMemoryError:
-            crowded.add(way)
-            continue
-        except (RuntimeError, ValueError):  # a library that has no kernel for this shape
+        except (RuntimeError, ValueError) as error:
+            if isinstance(error, EngineError | torch.OutOfMemoryError) or "ALLOC" in str(error):
+                not_now.add(way)
             continue
         if bool(torch.isclose(got, expected, rtol=0, atol=tolerance, equal_nan=True).all()):
             calls[way] = lambda way=way: layer.run(x, residual, way)
     times = graph_times(calls)
-    return {way: times.get(way, float("inf")) for way in ways if way not in crowded}
+    return {way: times.get(way, float("inf")) for way in ways if way not in not_now}

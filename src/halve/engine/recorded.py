@@ -14,6 +14,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 MOST = 16  # recordings of one model; the oldest makes room
+ALONE = threading.RLock()  # held while a network is planned and recorded: in a process one thread may record at a time
 Shapes = tuple[tuple[int, ...], ...]
 Recording = tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...], Any, tuple[Tensor, ...]]  # inputs, outputs, weights
 
@@ -30,8 +31,13 @@ class Recordings:
         self.done: torch.cuda.Event | None = None
         self.last: torch.cuda.Stream | None = None
 
-    def record(self, run: Callable[..., Any], inputs: tuple[Tensor, ...], weights: tuple[Tensor, ...] = ()) -> None:
-        """Record a run on inputs of these shapes. It reads the weights by address: they are kept as long as it is."""
+    def record(
+        self, run: Callable[..., Any], inputs: tuple[Tensor, ...], weights: tuple[Tensor, ...] = ()
+    ) -> list[Shapes]:
+        """Record a run on inputs of these shapes; what had to make room for it is returned.
+
+        It reads the weights by address: they are kept as long as it is.
+        """
         device = inputs[0].device
         with self.lock, torch.cuda.device(device), torch.no_grad():
             torch.cuda.synchronize()
@@ -50,9 +56,11 @@ class Recordings:
                 outputs = run(*places)
             torch.cuda.synchronize()
             self.known.pop(shapes_of(inputs), None)
-            while len(self.known) >= MOST:
-                self.known.pop(next(iter(self.known)))
+            gone = list(self.known)[: max(len(self.known) - MOST + 1, 0)]
+            for shapes in gone:
+                del self.known[shapes]
             self.known[shapes_of(inputs)] = graph, places, outputs, weights
+            return gone
 
     def of(self, inputs: tuple[Tensor, ...]) -> Recording | None:
         return self.known.get(shapes_of(inputs))

@@ -36,7 +36,7 @@ def record(call: Callable[[], object], repetitions: int = 1) -> torch.cuda.CUDAG
         call()
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
         for _ in range(repetitions):
             call()
     return graph

@@ -17,15 +17,15 @@ def test_records_hold_all_that_is_needed_and_leave_out_what_is_unknown():
     assert set(OPTIONAL) >= {key for record in written for key in set(record) - KEYS}
     assert written[0]["dtype"] == "float32"
     assert written[1]["median_ms"] is None
-    assert layer_records(found, "net") == []
+    assert layer_records(found, "net", torch.float32, torch.device("cpu")) == []
 
 
 def test_layer_records_hold_the_plan():
     entry = Entry("conv1", "4>8 3x3 at 1 x 8 x 8", "sparse 64x64", 0.1, 0.2, 0.15, 0.1, "fastest")
-    [record] = layer_records([Measurement(1, "halve", 1.0, 1.0, 1.0, plan=(entry,))], "net")
+    measured = [Measurement(1, "halve", 1.0, 1.0, 1.0, plan=(entry,))]
+    [record] = layer_records(measured, "net", torch.float32, torch.device("cpu"))
     assert list(record) == [
-        "network",
-        "batch",
+        *("network", "batch", "dtype", "hardware", "versions", "date"),
         "layer",
         "shape",
         "kernel",

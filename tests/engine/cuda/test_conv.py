@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(jit.available() is not None, reason=str(jit.avai
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90a", "sm_120"])
-def test_every_variant_compiles(architecture, tmp_path, monkeypatch):
+def test_every_tile_compiles_in_every_type_and_every_activation_in_many_of_them(architecture, tmp_path, monkeypatch):
     monkeypatch.setenv("HALVE_CACHE", str(tmp_path))
     kinds = itertools.product((False, True), DTYPES, (64, 12), TILES)
     activations = itertools.cycle(geometry.ACTIVATIONS)  # each of them with many of the others

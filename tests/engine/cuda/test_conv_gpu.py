@@ -1,6 +1,7 @@
 """The kernels against float64, on a GPU: every layer of five networks, and odd shapes."""
 
 import itertools
+import threading
 
 import pytest
 import torch
@@ -126,7 +127,7 @@ def test_odd_shapes(activation):
         if min(geometry.out_size(height, width)) < 1:
             continue
         for tile, dtype in itertools.product(TILES, TOLERANCE):
-            sparse, tried = tried % 3 > 0, tried + 1
+            sparse, tried = (number + tried) % 3 > 0, tried + 1  # by turns, each tile in each type
             flags = {"bias": number % 2 == 0, "residual": number % 3 == 0}
             data = problem(geometry, images, height, width, dtype, **flags, seed=number)
             worst = difference(run(*data, geometry, tile, sparse=sparse), *data, geometry)
@@ -202,3 +203,29 @@ def test_the_kernel_runs_on_the_current_stream_and_in_a_graph():
     still.copy_(x)
     graph.replay()
     assert torch.equal(y, expected)
+
+
+def test_a_thread_may_begin_with_it():
+    geometry, results = Geometry(64, 64), []
+    data = problem(geometry, 1, 8, 8, torch.float16, bias=True, residual=False)
+    packed = pack(data[1], data[1] != 0)
+
+    def work():
+        results.append(conv.run(data[0], packed.values, packed.metadata, data[2], None, geometry, "64x64"))
+
+    work()
+    thread = threading.Thread(target=work)  # in which nothing of PyTorch's asked for a context
+    thread.start()
+    thread.join()
+    assert torch.equal(*results)
+
+
+def test_a_slice_that_begins_between_sixteen_bytes_is_read_all_the_same():
+    _, weight, b, _ = problem(Geometry(32, 16), 1, 1, 1, torch.float16, bias=True, residual=False)
+    x = torch.randn(1, 28, device="cuda").half()[:, 12:]
+    assert x.data_ptr() % 16 == 8
+    packed = pack(weight, weight != 0)
+    added = torch.randn(1, 36, device="cuda").half()[:, 4:]
+    got = ops.packed_linear(x, packed.values, packed.metadata, b, added, 32, "none", "64x64")
+    expected = F.linear(x.double(), weight.double().flatten(1), b.double()) + added
+    assert (got - expected).abs().max() <= 2e-3 * expected.abs().max()

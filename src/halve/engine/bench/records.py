@@ -25,13 +25,7 @@ def records(
     """
     found = []
     for one in measurements:
-        record: dict[str, Any] = {
-            "network": network,
-            "batch": one.batch,
-            "dtype": _word(dtype),
-            "hardware": hardware(device),
-            "versions": versions(),
-            "date": datetime.date.today().isoformat(),
+        record: dict[str, Any] = _where(network, one.batch, dtype, device) | {
             "system": one.system,
             "median_ms": _rounded(one.median_ms, 5),
             "p10_ms": _rounded(one.p10_ms, 5),
@@ -48,13 +42,27 @@ def records(
     return found
 
 
-def layer_records(measurements: Iterable[Measurement], network: str) -> list[dict[str, Any]]:
+def layer_records(
+    measurements: Iterable[Measurement], network: str, dtype: torch.dtype, device: torch.device
+) -> list[dict[str, Any]]:
     """One record per layer of each plan that was measured: layer, shape, kernel, times, reason."""
     return [
-        {"network": network, "batch": one.batch} | {key: _rounded(value, 5) for key, value in asdict(entry).items()}
+        _where(network, one.batch, dtype, device) | {key: _rounded(value, 5) for key, value in asdict(entry).items()}
         for one in measurements
         for entry in one.plan
     ]
+
+
+def _where(network: str, batch: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """What every record begins with."""
+    return {
+        "network": network,
+        "batch": batch,
+        "dtype": _word(dtype),
+        "hardware": hardware(device),
+        "versions": versions(),
+        "date": datetime.date.today().isoformat(),
+    }
 
 
 def hardware(device: torch.device) -> str:

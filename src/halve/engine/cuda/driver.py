@@ -60,10 +60,21 @@ class Kernel:
         held = [a if isinstance(a, ctypes.Structure) else ctypes.c_void_p(_address(a)) for a in arguments]
         pointers = (ctypes.c_void_p * len(held))(*(ctypes.addressof(a) for a in held))
         with torch.cuda.device(self.device):
+            _enter_context(self.device)
             stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
             _call(
                 "cuLaunchKernel", self._function, *grid, 1, threads, 1, 1, self.shared_bytes, stream, pointers, None
             )  # fmt: skip
+
+
+def _enter_context(device: int) -> None:
+    """A thread has no context until something of PyTorch's asked for it; then PyTorch's becomes its own."""
+    context, handle = ctypes.c_void_p(), ctypes.c_int()
+    _call("cuCtxGetCurrent", ctypes.byref(context))
+    if not context.value:
+        _call("cuDeviceGet", ctypes.byref(handle), device)
+        _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
+        _call("cuCtxSetCurrent", context)
 
 
 def _address(tensor: Tensor | None) -> int | None:

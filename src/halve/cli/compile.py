@@ -1,0 +1,76 @@
+"""halve compile."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+import halve
+from halve.cli import options as o
+from halve.cli import show
+from halve.cli.masks import DTYPES
+from halve.engine.plan import COLUMNS, Entry
+from halve.errors import EngineError
+
+
+def compile(
+    model: o.Model,
+    masks: o.Masks,
+    out: Annotated[Path, typer.Option(help="File to write; halve.load_compiled reads it.")],
+    weights: o.Weights = None,
+    batch: Annotated[
+        list[int] | None, typer.Option(min=1, help="Images per call that are timed and recorded; repeatable.")
+    ] = None,
+    size: Annotated[
+        int | None, typer.Option(min=1, help="Pixels along an image (default: the model's, or 224).")
+    ] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help=f"{', '.join(DTYPES)} (default: float16, on a CPU float32).")
+    ] = None,
+    device: o.Device = "auto",
+    changed: o.Changed = "warn",
+    json: o.Json = False,
+) -> None:
+    """Compile the masked network for inference, and write it to a file with its plan and packed weights.
+
+    Batch and image sizes stay free; --batch names those that are timed and recorded (default: 1). Inputs are of the
+    type that is computed in.
+
+    \b
+    halve compile torchvision:resnet50 --masks masks.safetensors --batch 1 --batch 32 --out resnet50.pt2
+    """
+    path = o.writable(out)
+    wanted = type_of(dtype)
+    opened = o.open_model(model, weights, device, size)
+    computed = wanted or (torch.float16 if opened.device.type == "cuda" else torch.float32)
+    example = opened.example().to(computed)
+    sizes = tuple(dict.fromkeys(batch or [1]))
+    images = torch.cat([example] * -(-sizes[0] // 2))[: sizes[0]]
+    fast = halve.compile(opened.model, halve.load(masks), images, batch_sizes=sizes[1:], changed=changed)  # type: ignore[arg-type]
+    fast.save(path)
+    if json:
+        show.as_json({"file": str(path), "bytes": path.stat().st_size, "plan": fast.plan.as_json()})
+        return
+    for size_, entries in fast.plan.batches.items():
+        show_plan(size_, entries)
+    for name, reason in fast.plan.left.items():
+        show.note(f"note: {name}: as it was ({reason})")
+    show.say(f"{path}: {show.size(path.stat().st_size)}; halve.load_compiled reads it")
+
+
+def show_plan(batch: int, entries: Sequence[Entry]) -> None:
+    """Show how each layer runs."""
+    sparse = sum(entry.kernel.startswith("sparse") for entry in entries)
+    heads = [f">{head}" if head.endswith("ms") else head for head in COLUMNS]
+    show.say("")
+    show.table(f"batch {batch}: {sparse} of {len(entries)} layers sparse", heads, [entry.cells() for entry in entries])
+
+
+def type_of(name: str | None) -> torch.dtype | None:
+    """The type of that name."""
+    known = None if name is None else name.removeprefix("torch.")
+    if known is not None and known not in DTYPES:
+        raise EngineError(f"--dtype {name}: there are {', '.join(DTYPES)}")
+    return None if known is None else DTYPES[known]
