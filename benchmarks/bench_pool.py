@@ -1,0 +1,46 @@
+"""The pooling kernel against PyTorch's on a GPU: ResNet's 3 x 3 windows of stride 2, 112 pixels and 64 channels.
+
+    python benchmarks/bench_pool.py [--batches 1 32 256] [--out FILE]
+
+Both in CUDA graphs, in turns. Writes benchmarks/results/pool.json; does nothing without a GPU.
+"""
+
+import argparse
+import datetime
+import json
+from pathlib import Path
+
+import torch
+
+from halve.engine import ops
+from halve.engine.bench.records import hardware, versions
+from halve.engine.timing import graph_times
+
+RESULTS = Path(__file__).parent / "results" / "pool.json"
+WINDOW = ([3, 3], [2, 2], [1, 1], [1, 1], False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--batches", nargs="+", type=int, default=[1, 32, 256])
+    parser.add_argument("--out", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("bench_pool: no GPU, nothing measured")
+        return
+    found = []
+    for batch in options.batches:
+        x = torch.randn(batch, 64, 112, 112, device="cuda", dtype=torch.float16).to(memory_format=torch.channels_last)
+        systems = {"torch": lambda x=x: torch.max_pool2d(x, *WINDOW), "halve": lambda x=x: ops.max_pool2d(x, *WINDOW)}
+        assert torch.equal(systems["torch"](), systems["halve"]())
+        for system, ms in graph_times(systems).items():
+            found.append(
+                {"batch": batch, "dtype": "float16", "system": system, "median_ms": round(ms, 5)}
+                | {"hardware": hardware(x.device), "versions": versions(), "date": datetime.date.today().isoformat()}
+            )
+            print(f"batch {batch:4} {system:6} {ms:.4f} ms", flush=True)
+    options.out.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
