@@ -218,7 +218,7 @@ def test_an_updated_checkpoint_is_swapped_in_without_timing(made, monkeypatch):
     with torch.no_grad():
         for parameter in updated.parameters():
             parameter.mul_(1.05)
-    monkeypatch.setattr("halve.engine.compiled.timed", None)
+    monkeypatch.setattr("halve.engine.compiled.decide", None)
     new = halve.compile(updated, masks, photos(2), changed="ignore", like=fast)
     assert [layer.ways for layer in new.layers] == [layer.ways for layer in fast.layers]
     x = photos(8)

@@ -10,6 +10,7 @@ from halve.engine.fuse import fuse
 from halve.engine.guards import Guards
 from halve.engine.lower import lower_
 from halve.engine.parts import CapturedPart
+from halve.engine.recorded import ALONE
 from halve.engine.trial import tried
 from halve.errors import EngineError, ModelError
 from halve.graph import Captured, capture
@@ -51,51 +52,56 @@ def compile(
     """
     inputs = example if isinstance(example, tuple) else (example,)
     _check_example(model, inputs)
-    device = inputs[0].device
     floating = [x.dtype for x in inputs if x.is_floating_point()]
     computed = dtype or (floating[0] if floating else torch.float32)
     if not computed.is_floating_point:
         raise EngineError(f"dtype={computed}: networks are computed in float16, bfloat16 or float32")
-    exact = torch.float64 if computed == torch.float64 else torch.float32  # what is folded and fused in
-    masked = apply(model, masks, permute=bool(masks.moves), changed=changed).eval().to(device, exact)
-    with torch.no_grad():
-        captured = _captured(masked, tuple(_in(exact, x) for x in inputs))
-        body, left = _body(masked, captured)
-        if captured.whole:
-            part, two = captured.parts[0], tuple(_in(exact, torch.cat([x, x])[:2]) for x in inputs)
-            held = tried(body, masked, part.sizes(), Guards.of(part.program, masked.forward), two, {})
-        _convert_(body, computed)
-        fast = Compiled(body, inputs, computed, left)
-        if captured.parts:
-            left |= _not_taken(model, masks, {layer.name for layer in fast.layers}, left)
-        if captured.whole:
-            fast.hold_for(*held)
-        try:
-            fast.check_sizes(inputs)
-        except EngineError as error:
-            name = type(model).__name__
-            raise ModelError(f"{name} is captured with two images, and that does not hold for all: {error}") from error
-        try:
-            fast(*inputs)
-        except EngineError:
-            raise
-        except Exception as error:  # the model's own code, in a precision that it may not be made for
-            if computed == torch.float32:
-                raise ModelError(f"{type(model).__name__} does not run on the example: {error}") from error
-            raise EngineError(
-                f"{type(model).__name__} does not run in {computed} ({error}); leave out dtype= or use another"
-            ) from error
-    for name, module in body.named_modules():
+    with ALONE, torch.no_grad():  # what one thread records, the work of another may spoil
+        fast = _compiled(model, masks, inputs, computed, changed)
+        reason = missing(inputs[0].device, computed)
+        if reason is None and not any(way.startswith("sparse") for layer in fast.layers for way in layer.possible()):
+            reason = "no layer that was captured is 2:4 along its input channels, in blocks of four"
+        if reason is not None:
+            fast.fall_back(reason)
+        elif like is not None:
+            fast.take_plan_of(like)
+        return fast.warmup([len(inputs[0]), *batch_sizes, *fast.plan.batches])
+
+
+def _compiled(
+    model: nn.Module, masks: MaskSet, inputs: tuple[Tensor, ...], dtype: torch.dtype, changed: Changed
+) -> Compiled:
+    """Captured, fused and converted, with every layer dense; it runs on the example."""
+    name = type(model).__name__
+    exact = torch.float64 if dtype == torch.float64 else torch.float32  # what is folded and fused in
+    masked = apply(model, masks, permute=bool(masks.moves), changed=changed).eval().to(inputs[0].device, exact)
+    captured = _captured(masked, tuple(_in(exact, x) for x in inputs))
+    body, left = _body(masked, captured)
+    if captured.whole:
+        part, two = captured.parts[0], tuple(_in(exact, torch.cat([x, x])[:2]) for x in inputs)
+        held = tried(body, masked, part.sizes(), Guards.of(part.program, masked.forward), two, {})
+    _convert_(body, dtype)
+    fast = Compiled(body, inputs, dtype, left)
+    if captured.parts:
+        left |= _not_taken(model, masks, {layer.name for layer in fast.layers}, left)
+    if captured.whole:
+        fast.hold_for(*held)
+    try:
+        fast.check_sizes(inputs)
+    except EngineError as error:
+        raise ModelError(f"{name} is captured with two images, and that does not hold for all: {error}") from error
+    try:
+        fast(*inputs)
+    except EngineError:
+        raise
+    except Exception as error:  # the model's own code, in a precision that it may not be made for
+        if dtype == torch.float32:
+            raise ModelError(f"{name} does not run on the example: {error}") from error
+        raise EngineError(f"{name} does not run in {dtype} ({error}); leave out dtype= or use another") from error
+    for place, module in body.named_modules():
         if isinstance(module, CapturedPart) and module.other is not None:
-            left[name] = f"runs as it was in calls with {module.other}"
-    reason = missing(device, computed)
-    if reason is None and not any(way.startswith("sparse") for layer in fast.layers for way in layer.possible()):
-        reason = "no layer that was captured is 2:4 along its input channels, in blocks of four"
-    if reason is not None:
-        fast.fall_back(reason)
-    elif like is not None:
-        fast.take_plan_of(like)
-    return fast.warmup([len(inputs[0]), *batch_sizes, *fast.plan.batches])
+            left[place] = f"runs as it was in calls with {module.other}"
+    return fast
 
 
 def _check_example(model: nn.Module, inputs: tuple[Any, ...]) -> None:

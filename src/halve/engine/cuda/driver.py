@@ -46,8 +46,8 @@ class Kernel:
         if shared_bytes > limit:
             raise EngineError(f"{name} needs {shared_bytes} bytes of shared memory, the device has {limit}")
         with torch.cuda.device(device):
-            torch.cuda.current_stream()  # makes sure that PyTorch's context is there and current
-            torch.cuda.synchronize()
+            torch.cuda.current_stream()  # makes sure that PyTorch's context is there
+            _enter_context(device)
             self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
             _call("cuModuleLoadData", ctypes.byref(self._module), code)
             _call("cuModuleGetFunction", ctypes.byref(self._function), self._module, name.encode())
