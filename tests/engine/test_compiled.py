@@ -233,3 +233,20 @@ def test_conditions_of_sizes_that_cannot_be_understood_fix_the_size(monkeypatch,
     assert fast(images(3)).shape == (3, 4, 4, 4)
     with pytest.raises(EngineError, match=r"captured for \(any, 4, 8, 8\)"):
         fast(torch.randn(2, 4, 6, 6))
+
+
+def test_a_models_own_names_stay_its_own():
+    class Named(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.layer0 = nn.Sequential(nn.Conv2d(4, 8, 1), nn.Conv1d(1, 1, 3, padding=1))
+            self._layer0 = nn.Conv2d(8, 4, 1)
+
+        def forward(self, x):
+            x = self.layer0[0](x)
+            attention = self.layer0[1](x.mean((2, 3))[:, None])[:, 0, :, None, None]  # which stays as it is
+            return self._layer0(x * attention.sigmoid())
+
+    model = Named().eval()
+    fast = compiled(model, halve.MaskSet({}))
+    torch.testing.assert_close(fast(images(2)), model(images(2)))

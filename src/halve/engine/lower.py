@@ -22,10 +22,11 @@ def lower_(module: GraphModule) -> list[Layer]:
         layer = _layer(module, node, node.meta.get("layer", str(number)))
         if layer is None:
             continue
-        module.add_submodule(f"layer{number}", layer)
+        name = _free_name(module, f"layer{number}")
+        module.add_submodule(name, layer)
         residual = _arguments(node)["residual"]
         with module.graph.inserting_before(node):
-            new = module.graph.call_module(f"layer{number}", (node.args[0], residual))
+            new = module.graph.call_module(name, (node.args[0], residual))
         new.meta = dict(node.meta)
         node.replace_all_uses_with(new)
         module.graph.erase_node(node)
@@ -35,6 +36,11 @@ def lower_(module: GraphModule) -> list[Layer]:
         _forget(module, str(held.target))
     module.recompile()
     return layers
+
+
+def _free_name(module: GraphModule, name: str) -> str:
+    """That the model does not use itself."""
+    return name if not hasattr(module, name) else _free_name(module, f"_{name}")
 
 
 def _layer(module: GraphModule, node: Node, name: str) -> Layer | None:
