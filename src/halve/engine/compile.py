@@ -1,5 +1,6 @@
 """Model, masks and an example -> a network that runs fast (see compiled.py)."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -7,10 +8,11 @@ from torch import Tensor, nn
 
 from halve.engine.compiled import Compiled, missing
 from halve.engine.fuse import fuse
-from halve.engine.guards import Guards
+from halve.engine.guards import Guards, misfit
 from halve.engine.lower import lower_
 from halve.engine.parts import CapturedPart
 from halve.engine.recorded import ALONE
+from halve.engine.state import convert_, try_, unchanged, unfit
 from halve.engine.trial import tried
 from halve.errors import EngineError, ModelError
 from halve.graph import Captured, capture
@@ -52,6 +54,7 @@ def compile(
     """
     inputs = example if isinstance(example, tuple) else (example,)
     _check_example(model, inputs)
+    _check_options(masks, dtype, batch_sizes, like)
     floating = [x.dtype for x in inputs if x.is_floating_point()]
     computed = dtype or (floating[0] if floating else torch.float32)
     if not computed.is_floating_point:
@@ -74,24 +77,29 @@ def _compiled(
     """Captured, fused and converted, with every layer dense; it runs on the example."""
     name = type(model).__name__
     exact = torch.float64 if dtype == torch.float64 else torch.float32  # what is folded and fused in
-    masked = apply(model, masks, permute=bool(masks.moves), changed=changed).eval().to(inputs[0].device, exact)
-    captured = _captured(masked, tuple(_in(exact, x) for x in inputs))
+    masked = apply(model, masks, permute=bool(masks.moves), changed=changed).eval()
+    convert_(masked, exact, inputs[0].device)
+    given = tuple(_in(exact, x) for x in inputs)
+    captured = _captured(masked, given)
     body, left = _body(masked, captured)
     if captured.whole:
-        part, two = captured.parts[0], tuple(_in(exact, torch.cat([x, x])[:2]) for x in inputs)
+        part, two = captured.parts[0], tuple(torch.cat([x, x])[:2] for x in given)
         held = tried(body, masked, part.sizes(), Guards.of(part.program, masked.forward), two, {})
-    _convert_(body, dtype)
+        if any(misfit(x, limits) for x, limits in zip(given, held[0], strict=False)):
+            captured = Captured((), {"the network": "its code treats one image otherwise than several"})
+            body, left = _body(masked, captured)
+    changing = not captured.whole and try_(body, given, left)
+    convert_(body, dtype)
     fast = Compiled(body, inputs, dtype, left)
-    if captured.parts:
-        left |= _not_taken(model, masks, {layer.name for layer in fast.layers}, left)
     if captured.whole:
         fast.hold_for(*held)
+    elif changing:
+        fast.run_as_it_is("the network changes itself when it runs")
+    if captured.parts:
+        left |= _not_taken(model, masks, {layer.name for layer in fast.layers}, left)
     try:
-        fast.check_sizes(inputs)
-    except EngineError as error:
-        raise ModelError(f"{name} is captured with two images, and that does not hold for all: {error}") from error
-    try:
-        fast(*inputs)
+        with unchanged(body):
+            fast(*(x.clone() for x in inputs))  # which a network may write to
     except EngineError:
         raise
     except Exception as error:  # the model's own code, in a precision that it may not be made for
@@ -116,6 +124,18 @@ def _check_example(model: nn.Module, inputs: tuple[Any, ...]) -> None:
         )
 
 
+def _check_options(masks: Any, dtype: Any, batch_sizes: Any, like: Any) -> None:
+    wanted: tuple[tuple[str, Any, Any, str], ...] = (
+        ("masks", masks, MaskSet, "a MaskSet, from halve.learn, halve.prune or halve.load"),
+        ("dtype", dtype, torch.dtype | None, "a type such as torch.float16"),
+        ("batch_sizes", batch_sizes, Sequence, "a tuple of whole numbers"),
+        ("like", like, Compiled | None, "what halve.compile gave for a network of the same structure"),
+    )
+    for name, value, kind, words in wanted:
+        if not isinstance(value, kind):
+            raise EngineError(f"{name} must be {words}, not {value!r}")
+
+
 def _captured(masked: nn.Module, inputs: tuple[Tensor, ...]) -> Captured:
     """With images of any size where the conditions that this takes can be understood; in no parts where none can be."""
     try:
@@ -125,7 +145,11 @@ def _captured(masked: nn.Module, inputs: tuple[Tensor, ...]) -> Captured:
     if captured.whole:
         program = captured.parts[0].program
         if not Guards.told(program) or Guards.of(program, masked.forward).broken(inputs):
-            return capture(masked, inputs)
+            captured = capture(masked, inputs)
+    if captured.whole and (why := unfit(captured.parts[0])):
+        return Captured((), {"the network": why})
+    if captured.whole and (broken := Guards.of(captured.parts[0].program, masked.forward).broken(inputs)):
+        return Captured((), {"the network": f"with two images it was captured for {broken}, which these do not meet"})
     return captured
 
 
@@ -134,6 +158,9 @@ def _body(masked: nn.Module, captured: Captured) -> tuple[nn.Module, dict[str, s
     left = dict(captured.left)
     body: nn.Module = masked
     for part in captured.parts:
+        if part.name and (why := unfit(part)):
+            left[part.name] = why
+            continue
         module, _ = fuse(part)
         lower_(module)
         if not part.name:
@@ -150,16 +177,9 @@ def _not_taken(model: nn.Module, masks: MaskSet, taken: set[str], left: dict[str
     for name, mask in masks.items():
         outside = not any(name == whole or name.startswith(f"{whole}.") for whole in left)
         if outside and not taken.intersection((name, *mask.shared_with)):
-            result[name] = f"{type(model.get_submodule(name)).__name__}, which the engine has no operation for"
+            kind = type(model.get_submodule(name)).__name__
+            result[name] = f"{kind}, which does not run on the example, or not as an operation of the engine's"
     return result
-
-
-def _convert_(body: nn.Module, dtype: torch.dtype) -> None:
-    """To a type; biases that are added in single precision stay exact."""
-    exact = [(module, module.bias32) for module in body.modules() if getattr(module, "bias32", None) is not None]
-    body.to(dtype)
-    for layer, bias in exact:
-        layer.bias32 = bias
 
 
 def _in(dtype: torch.dtype, x: Any) -> Any:

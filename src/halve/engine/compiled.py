@@ -2,8 +2,9 @@
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,8 @@ class Compiled(nn.Module):
         self.example = tuple(x[:1].detach().clone().cpu() for x in example)  # our own: the caller's may change
         self.sizes: Sizes = ()
         self.guards: Guards | None = None
+        self._as_it_is = False
+        self._ours = any(isinstance(module, Layer) for module in body.modules())  # which want images channels last
         self._fitting: set[Shapes] = set()  # shapes that were looked at
         self._recordings = Recordings()
         self._elsewhere: list[dict[int, str]] = []  # how layers ran before the network came to run dense
@@ -59,6 +62,10 @@ class Compiled(nn.Module):
     def reason(self) -> str | None:
         """Why nothing runs sparse; None where something can."""
         return self.plan.dense
+
+    def run_as_it_is(self, reason: str) -> None:
+        """Plan and record nothing."""
+        self.plan.left["CUDA graph"], self._as_it_is = f"not recorded: {reason}", True
 
     def hold_for(self, sizes: Sizes, guards: Guards) -> None:
         """Refuse inputs of shapes that the graph does not hold for."""
@@ -95,7 +102,7 @@ class Compiled(nn.Module):
         """An input as the layers take it."""
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
-        return x.to(self.dtype, memory_format=_NHWC) if x.dim() == 4 else x.to(self.dtype)
+        return x.to(self.dtype, memory_format=_NHWC) if x.dim() == 4 and self._ours else x.to(self.dtype)
 
     def _leaving(self, y: Tensor) -> Tensor:
         return y.to(self.output_dtype) if y.dtype == self.dtype else y
@@ -129,14 +136,15 @@ class Compiled(nn.Module):
                 f"compile it again with an example of that shape"
             )
 
-    def warmup(self, batch_sizes: Sequence[int]) -> "Compiled":
-        """Plan and record these batch sizes, so that no call has to. Does nothing without a GPU."""
-        for size in batch_sizes:
-            if not isinstance(size, int) or size < 1:
+    def warmup(self, batch_sizes: Sequence[int] | int) -> "Compiled":
+        """Plan and record these batch sizes, or this one, so that no call has to. Does nothing without a GPU."""
+        given = list(batch_sizes) if isinstance(batch_sizes, Iterable) else [batch_sizes]
+        for size in given:
+            if not isinstance(size, Integral) or size < 1:
                 raise EngineError(f"batch sizes are whole numbers from 1 on, not {size!r}")
-        if self.device.type != "cuda":
+        if self.device.type != "cuda" or self._as_it_is:
             return self
-        for size in dict.fromkeys(batch_sizes):
+        for size in dict.fromkeys(int(size) for size in given):
             inputs = tuple(self._varied(x, size) for x in self.example)
             self._check(inputs)
             with ALONE, self._recordings.planning, torch.no_grad(), torch.cuda.device(self.device), best_algorithms():

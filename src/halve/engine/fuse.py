@@ -69,16 +69,25 @@ def fuse(part: Part) -> tuple[GraphModule, list[Fused]]:
             graph.erase_node(node)
         elif node.target in _ASSERTIONS:
             graph.erase_node(node)
+        elif node.target is _ATEN.view.default:
+            node.target = _ATEN.reshape.default  # what was contiguous lies channels last now
         elif node.target is _ATEN.max_pool2d.default and not node.kwargs and node.args[0].meta["val"].dim() == 4:
             _pool(node)
     changing = {origin(value) for node in graph.nodes for value in written(node)}
     layers = []
     nodes = [node for node in graph.nodes if _is_layer(node) and not changing.intersection(node.all_input_nodes[1:])]
     for number, node in enumerate(nodes):
-        layers.append(_Layer(module, node, part.module_of(node), number).fuse())
+        layers.append(_Layer(module, node, _name(part, node), number).fuse())
     graph.eliminate_dead_code()
     module.delete_all_unused_submodules()
     return GraphModule(module, graph).eval(), layers  # anew: what export gives refuses eval() and copies
+
+
+def _name(part: Part, node: Node) -> str:
+    """The module that holds a layer's weight, where the operation stands in the code of one around it."""
+    caller, weight = part.module_of(node), str(node.args[1].target)  # type: ignore[union-attr]
+    holder = ".".join(filter(None, (part.name, weight.rpartition(".")[0])))
+    return holder if holder.startswith(f"{caller}.") or not caller else caller
 
 
 def _pool(node: Node) -> None:

@@ -90,13 +90,16 @@ class Guards:
 
 
 def set_apart(condition: str) -> Reading | None:
-    """What a condition says is not 1; None where it says something else.
+    """What a condition says is not 1; None where it says something else, or speaks of remainders, which come and go.
 
     >>> import torch
     >>> set_apart("L['x'].size()[0] // 2 != 1")({"x": torch.zeros(6)})
     3
     """
-    match ast.parse(condition, mode="eval").body:
+    body = ast.parse(condition, mode="eval").body
+    if any(isinstance(node, ast.Mod) for node in ast.walk(body)):
+        return None
+    match body:
         case ast.Compare(left=left, ops=[ast.NotEq()], comparators=[ast.Constant(value=1)]):
             try:
                 return _reading(left)

@@ -12,14 +12,31 @@ from torch import Tensor, nn
 
 from halve.engine.guards import Guards, misfit
 from halve.engine.recorded import shapes_of
-from halve.engine.trial import tried
+from halve.engine.trial import agree, tried
 from halve.graph import Part
 
 _MOST_SHAPES = 4096  # that are remembered
+_OWN = (
+    "graph",
+    "module",
+    "sizes",
+    "guards",
+    "structure",
+    "constants",
+    "other",
+    "on_trial",
+    "refused",
+    "_known",
+    "training",
+)
 
 
 class CapturedPart(nn.Module):
-    """`other` says what was different in calls that the graph did not hold for, the last of them."""
+    """`other` says what was different in calls that the graph did not hold for, the last of them.
+
+    On trial, calls run the module as well; where the graph gives something else it is `refused`. Code may have set the
+    module up otherwise for the call, in a way that no argument shows.
+    """
 
     def __init__(self, part: Part, graph: nn.Module, module: nn.Module) -> None:
         super().__init__()
@@ -30,11 +47,15 @@ class CapturedPart(nn.Module):
         leaves, self.structure = pytree.tree_flatten(part.program.example_inputs)
         self.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.other: str | None = None
+        self.on_trial = self.refused = False
         self._known: dict[Any, str | None] = {}  # what was found of shapes
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if (why := self._unfit(args, kwargs)) is not None:
             self.other = why
+            return self.module(*args, **kwargs)
+        if self.on_trial:
+            self.refused |= not agree(self.graph, self.module, args, kwargs)
             return self.module(*args, **kwargs)
         return self.graph(*args, **kwargs)
 
@@ -65,5 +86,15 @@ class CapturedPart(nn.Module):
         except AttributeError:
             return getattr(super().__getattr__("module"), name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        module = self.__dict__.get("_modules", {}).get("module")
+        if module is None or name in _OWN or not hasattr(module, name):
+            super().__setattr__(name, value)
+        else:
+            setattr(module, name, value)  # a setting of the module, made by code that does not know of its graph
+
     def __getitem__(self, index: Any) -> Any:
         return self.module[index]  # type: ignore[index]
+
+    def __len__(self) -> int:
+        return len(self.module)  # type: ignore[arg-type]

@@ -8,6 +8,7 @@ import copy
 import io
 import json
 import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from halve.engine.layer import DENSE, Layer
 from halve.engine.lower import lower_
 from halve.engine.plan import Plan
 from halve.errors import EngineError, FileError
-from halve.graph import Sizes
+from halve.graph import EXPORTING, Sizes
 from halve.masks.storage import write_atomically
 
 _ABOUT = "halve.json"
@@ -66,7 +67,10 @@ def save(fast: Compiled, path: str | Path) -> None:
         "layers": [{"name": layer.name, "ways": layer.ways} for layer in _in_order(fast.body)],
     }
     buffer = io.BytesIO()
-    torch.export.save(program, buffer, extra_files={_ABOUT: json.dumps(about)})
+    try:
+        torch.export.save(program, buffer, extra_files={_ABOUT: json.dumps(about)})
+    except Exception as error:  # outputs of types that the format does not know
+        raise EngineError(f"the network cannot be saved, PyTorch's format does not take it: {error}") from error
     write_atomically(Path(path), buffer.getvalue())
 
 
@@ -76,7 +80,7 @@ def _exported(body: nn.Module, inputs: tuple[torch.Tensor, ...], sizes: Sizes) -
         {dim: Dim.AUTO for dim, (least, most) in enumerate(limits) if least != most and dim in (0, 2, 3)}
         for limits in sizes
     )
-    with torch.no_grad():
+    with EXPORTING, torch.no_grad():
         return torch.export.export(_Called(body), inputs, dynamic_shapes=(free,), strict=False)
 
 
@@ -95,9 +99,13 @@ def load(path: str | Path, device: str | torch.device | None = None) -> Compiled
     """
     extra = {_ABOUT: ""}
     try:
-        with warnings.catch_warnings():
+        content = Path(path).read_bytes()
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:  # PyTorch does not look at the checksums
+            if (damaged := archive.testzip()) is not None:
+                raise FileError(f"{path} is damaged: {damaged} in it is not what was written")
+        with EXPORTING, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given buffer is not writable")  # PyTorch to itself
-            program = torch.export.load(io.BytesIO(Path(path).read_bytes()), extra_files=extra)
+            program = torch.export.load(io.BytesIO(content), extra_files=extra)
         about = json.loads(extra[_ABOUT])
         if about["version"] != _VERSION:
             raise FileError(f"{path}: version {about['version']} of the file is not known, this halve reads {_VERSION}")

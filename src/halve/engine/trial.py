@@ -48,7 +48,7 @@ def tried(
     needless: set[str] = set()
     ones = _where_one(apart, lambda size: _given(model, *cut((2, 3), size)), _smallest(args, kwargs))
     for size, found in ones.items():
-        if agreed((2, 3), size):
+        if all(agree(graph, model, *shape) for shape in (cut((2, 3), size), cut((2,), size), cut((3,), size))):
             needless |= found
     return sizes, guards.without(needless)
 

@@ -54,12 +54,27 @@ def test_source_architecture_and_options_have_files_of_their_own(folder):
     assert len(list(folder.iterdir())) == 4
 
 
-@pytest.mark.parametrize("content", [b"", b"half a fi", b"\x00" * 100])
-def test_a_damaged_file_is_compiled_anew(folder, content):
+@pytest.mark.parametrize(
+    "damage", [lambda x: b"", lambda x: b"\x00" * 100, lambda x: x[: len(x) // 2], lambda x: x[:-1] + b"\x01"]
+)
+def test_a_damaged_file_is_compiled_anew(folder, damage):
     code = jit.cubin(NOTHING, "sm_80")
     (path,) = folder.iterdir()
-    path.write_bytes(content)
-    assert jit.cubin(NOTHING, "sm_80") == code == path.read_bytes()
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
+    assert jit.cubin(NOTHING, "sm_80") == code
+    assert path.read_bytes() == whole
+
+
+def test_without_a_home_kernels_are_kept_in_the_temporary_folder(monkeypatch, tmp_path):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("HALVE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(jit.Path, "home", homeless)
+    monkeypatch.setattr(jit.tempfile, "gettempdir", lambda: str(tmp_path))
+    assert tmp_path in jit.folder().parents
 
 
 def test_a_folder_that_cannot_be_written_costs_nothing_but_time(tmp_path, monkeypatch):

@@ -1,7 +1,8 @@
 """CUDA source -> machine code for one architecture, with the NVRTC that comes with PyTorch; kept on disk by content.
 
 The result is a cubin, never PTX: an older driver would refuse PTX of a newer compiler. Files are named by a hash of all
-that decides them and written whole or not at all, so any number of processes may share the folder.
+that decides them and written whole or not at all, so any number of processes may share the folder. A file begins with
+a digest of the rest: one that is torn or damaged is compiled again.
 """
 
 import ctypes
@@ -10,6 +11,7 @@ import hashlib
 import os
 import site
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -18,6 +20,7 @@ import torch
 from halve.errors import EngineError, FileError
 from halve.masks.storage import write_atomically
 
+_DIGEST = 32  # bytes
 _OPTIONS = ("--std=c++17", "-lineinfo")
 
 
@@ -30,14 +33,14 @@ def cubin(source: str, architecture: str, options: Sequence[str] = ()) -> bytes:
     path = folder() / f"{_key(source, flags)}.cubin"
     try:
         found = path.read_bytes()
-        if found.startswith(b"\x7fELF"):
-            return found
+        if hashlib.sha256(found[_DIGEST:]).digest() == found[:_DIGEST]:
+            return found[_DIGEST:]
     except OSError:  # not there yet, or not readable: compile
         found = b""
     code = _compiled(source, flags)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, code)
+        write_atomically(path, hashlib.sha256(code).digest() + code)
     except (OSError, FileError):  # a disk that is full or read-only costs time, not the result
         return code
     return code
@@ -68,8 +71,11 @@ def folder() -> Path:
     """Where compiled kernels and timings are kept: $HALVE_CACHE, or halve/kernels in the user's cache."""
     if chosen := os.environ.get("HALVE_CACHE"):
         return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(base) / "halve" / "kernels"
+    try:
+        base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    except RuntimeError:  # nobody's home, as in some containers
+        base = Path(tempfile.gettempdir()) / f"cache-{os.getuid()}"
+    return base / "halve" / "kernels"
 
 
 def _compiled(source: str, flags: Sequence[str]) -> bytes:
