@@ -83,7 +83,7 @@ def _compiled(
     captured = _captured(masked, given)
     body, left = _body(masked, captured)
     if captured.whole:
-        part, two = captured.parts[0], tuple(torch.cat([x, x])[:2] for x in given)
+        part, two = captured.parts[0], tuple(x[:2] if len(x) > 1 else torch.cat([x, x]) for x in given)
         held = tried(body, masked, part.sizes(), Guards.of(part.program, masked.forward), two, {})
         if any(misfit(x, limits) for x, limits in zip(given, held[0], strict=False)):
             captured = Captured((), {"the network": "its code treats one image otherwise than several"})
