@@ -42,6 +42,9 @@ def test_complex_numbers_stay_complex():
 
 def test_views_of_images_that_lie_channels_last():
     same(Net(lambda n, x: n.b(n.a(x)).view(x.size(0), -1)), images(2))
+    last = images(2).contiguous(memory_format=torch.channels_last)
+    fast = compiled(Net(lambda n, x: n.b(n.a(x)).view(x.size(0), -1)).eval(), halve.MaskSet({}), last)
+    torch.testing.assert_close(fast(last), fast(images(2)))
     fast = same(Net(lambda n, x: n.a(x).as_strided((2, 4), (256, 1))), images(2))
     assert "by strides" in fast.plan.left["the network"]
 

@@ -79,7 +79,7 @@ def _compiled(
     exact = torch.float64 if dtype == torch.float64 else torch.float32  # what is folded and fused in
     masked = apply(model, masks, permute=bool(masks.moves), changed=changed).eval()
     convert_(masked, exact, inputs[0].device)
-    given = tuple(_in(exact, x) for x in inputs)
+    given = tuple(_in(exact, x).contiguous() for x in inputs)  # code that looks at images as rows runs on these alone
     captured = _captured(masked, given)
     body, left = _body(masked, captured)
     if captured.whole:

@@ -146,3 +146,16 @@ def test_on_a_gpu_every_system_is_measured_and_gives_the_models_outputs():
     assert all(one.memory_bytes > 0 for one in found)
     assert all(one.plan for one in found if one.system == "halve")
     assert all(one.note.startswith("1 of 2 layers") for one in found if one.system == "torch_semi_structured")
+
+
+def test_models_that_look_at_images_as_rows_are_measured():
+    class Rows(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv, self.head = nn.Conv2d(4, 8, 3, padding=1), nn.Linear(8 * 8 * 8, 3)
+
+        def forward(self, x):
+            return self.head(self.conv(x).view(len(x), -1))
+
+    found = measured("eager", "halve", model=Rows().eval(), batch_sizes=(2,))
+    assert [one.error for one in found] == [None, None]

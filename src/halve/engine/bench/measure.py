@@ -18,6 +18,7 @@ from halve.engine.bench.systems import SYSTEMS, Case, Ready, weight_bytes
 from halve.engine.compile import compile
 from halve.engine.compiled import Compiled
 from halve.engine.plan import Entry
+from halve.engine.state import convert_, unchanged
 from halve.errors import EngineError, HalveError
 from halve.find.batches import Progress
 from halve.find.replay import best_algorithms
@@ -108,23 +109,35 @@ def bench(
         raise EngineError("the example must be a tensor of images, or a tuple of tensors, as the model takes them")
     device = inputs[0].device
     masked = apply(model, masks, permute=bool(masks.moves), changed=changed).eval().requires_grad_(False)
-    masked = masked.to(device=device, dtype=dtype)
-    if not any(p.dim() == 5 for p in masked.parameters()):  # PyTorch has no such order for volumes
-        masked = masked.to(memory_format=_NHWC)
+    convert_(masked, dtype, device)
     fast: list[Compiled] = []
 
     def compiled() -> Compiled:
         if not fast:
-            first = _batch_of(inputs, sizes[0], dtype)
+            first = _batch_of(inputs, sizes[0], dtype, _NHWC)
             fast.append(compile(model, masks, first, dtype=dtype, changed="ignore"))
         return fast[0]
 
     found = []
     with torch.no_grad(), best_algorithms(), _on(device):
+        order = _put_in_order_(masked, inputs, dtype)
         for size in sizes:
-            case = Case(masked, _batch_of(inputs, size, dtype), compiled)
+            case = Case(masked, _batch_of(inputs, size, dtype, order), compiled)
             found += _measured(case, chosen, seconds, progress)
     return found
+
+
+def _put_in_order_(masked: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> torch.memory_format:
+    """Channels last, where the model's code bears it: volumes have no such order, and views of images may not fit."""
+    if not any(p.dim() == 5 for p in masked.parameters()):
+        masked.to(memory_format=_NHWC)
+        try:
+            with unchanged(masked):
+                masked(*_batch_of(inputs, len(inputs[0]), dtype, _NHWC))
+            return _NHWC
+        except Exception:  # the model's own code: the eager system will say so if it does not run at all
+            masked.to(memory_format=torch.contiguous_format)
+    return torch.contiguous_format
 
 
 def _measured(case: Case, names: list[str], seconds: float, progress: Progress | None) -> list[Measurement]:
@@ -205,13 +218,15 @@ def _differing(got: list[Tensor], expected: list[Tensor]) -> str | None:
     return None
 
 
-def _batch_of(inputs: tuple[Tensor, ...], size: int, dtype: torch.dtype) -> tuple[Tensor, ...]:
+def _batch_of(
+    inputs: tuple[Tensor, ...], size: int, dtype: torch.dtype, order: torch.memory_format
+) -> tuple[Tensor, ...]:
     """The example's first rows, repeated to a batch, in the type that is computed in."""
 
     def varied(x: Tensor) -> Tensor:
         x = x[torch.arange(size, device=x.device) % len(x)]
         x = x.to(dtype) if x.is_floating_point() else x
-        return x.contiguous(memory_format=_NHWC) if x.dim() == 4 else x.contiguous()
+        return x.contiguous(memory_format=order) if x.dim() == 4 else x.contiguous()
 
     return tuple(varied(x) for x in inputs)
 
