@@ -24,7 +24,7 @@ def test_an_error_inside_progress_passes_through(capsys):
 
 def test_the_rate_of_finished_work_is_not_zero(capsys):
     list(progress.track([1], "images"))
-    assert "0.0/s" not in capsys.readouterr().err
+    assert " 0.0/s" not in capsys.readouterr().err
 
 
 def report(step):

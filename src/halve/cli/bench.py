@@ -10,8 +10,7 @@ import typer
 import halve
 from halve.cli import options as o
 from halve.cli import progress, show
-from halve.cli.compile import show_plan, type_of
-from halve.cli.masks import DTYPES
+from halve.cli.compile import show_plan
 from halve.engine.bench import records
 from halve.engine.bench.measure import Measurement
 from halve.engine.bench.systems import SYSTEMS
@@ -29,12 +28,8 @@ def bench(
     batch: Annotated[
         list[int] | None, typer.Option(help="Images per call; repeatable (default: 1, 32, 256; on a CPU 1, 8).")
     ] = None,
-    size: Annotated[
-        int | None, typer.Option(min=1, help="Pixels along an image (default: the model's, or 224).")
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help=f"{', '.join(DTYPES)} (default: float16, on a CPU float32).")
-    ] = None,
+    size: o.Pixels = None,
+    dtype: o.Computed = None,
     systems: Annotated[
         list[str] | None, typer.Option(help=f"Only these: {', '.join(SYSTEMS)}; repeatable, or with commas.")
     ] = None,
@@ -54,7 +49,7 @@ def bench(
     halve bench torchvision:resnet50 --batch 1 --batch 256 --plan
     """
     path = None if out is None else o.writable(out)
-    wanted = type_of(dtype)
+    wanted = o.type_of(dtype)
     opened = o.open_model(model, weights, device, size)
     if masks is None:
         show.note("note: no --masks: made by magnitude now; which weights are kept does not change how fast it runs")

@@ -10,9 +10,7 @@ import typer
 import halve
 from halve.cli import options as o
 from halve.cli import show
-from halve.cli.masks import DTYPES
 from halve.engine.plan import COLUMNS, Entry
-from halve.errors import EngineError
 
 
 def compile(
@@ -23,12 +21,8 @@ def compile(
     batch: Annotated[
         list[int] | None, typer.Option(min=1, help="Images per call that are timed and recorded; repeatable.")
     ] = None,
-    size: Annotated[
-        int | None, typer.Option(min=1, help="Pixels along an image (default: the model's, or 224).")
-    ] = None,
-    dtype: Annotated[
-        str | None, typer.Option(help=f"{', '.join(DTYPES)} (default: float16, on a CPU float32).")
-    ] = None,
+    size: o.Pixels = None,
+    dtype: o.Computed = None,
     device: o.Device = "auto",
     changed: o.Changed = "warn",
     json: o.Json = False,
@@ -42,7 +36,7 @@ def compile(
     halve compile torchvision:resnet50 --masks masks.safetensors --batch 1 --batch 32 --out resnet50.pt2
     """
     path = o.writable(out)
-    wanted = type_of(dtype)
+    wanted = o.type_of(dtype)
     opened = o.open_model(model, weights, device, size)
     computed = wanted or (torch.float16 if opened.device.type == "cuda" else torch.float32)
     example = opened.example().to(computed)
@@ -66,11 +60,3 @@ def show_plan(batch: int, entries: Sequence[Entry]) -> None:
     heads = [f">{head}" if head.endswith("ms") else head for head in COLUMNS]
     show.say("")
     show.table(f"batch {batch}: {sparse} of {len(entries)} layers sparse", heads, [entry.cells() for entry in entries])
-
-
-def type_of(name: str | None) -> torch.dtype | None:
-    """The type of that name."""
-    known = None if name is None else name.removeprefix("torch.")
-    if known is not None and known not in DTYPES:
-        raise EngineError(f"--dtype {name}: there are {', '.join(DTYPES)}")
-    return None if known is None else DTYPES[known]

@@ -4,18 +4,14 @@ import json as json_
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 
 import halve
 from halve.cli import options as o
 from halve.cli import show
-from halve.errors import FileError
 from halve.masks import file, packed, storage
 from halve.masks.mask import MaskSet
 from halve.sources.weights import save_state
-
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 def apply(
@@ -93,7 +89,7 @@ def pack(
     masks: o.Masks,
     out: o.Out,
     weights: o.Weights = None,
-    dtype: Annotated[str | None, typer.Option(help=f"Cast to one of {', '.join(DTYPES)} first.")] = None,
+    dtype: Annotated[str | None, typer.Option(help=f"Cast to one of {', '.join(o.DTYPES)} first.")] = None,
     changed: o.Changed = "warn",
     json: o.Json = False,
 ) -> None:
@@ -102,10 +98,8 @@ def pack(
     \b
     halve pack zoo.py:net --weights net.safetensors --masks net.masks.safetensors --out net.packed.safetensors
     """
-    if dtype is not None and dtype not in DTYPES:
-        raise FileError(f"--dtype {dtype}: there are {', '.join(DTYPES)}")
+    chosen = o.type_of(dtype)
     opened = o.open_model(model, weights, "cpu")
-    chosen = DTYPES[dtype] if dtype else None
     path = halve.pack(opened.model, halve.load(masks), out, dtype=chosen, changed=changed)  # type: ignore[arg-type]
     dense = sum(
         value.numel() * (chosen.itemsize if chosen and value.is_floating_point() else value.element_size())

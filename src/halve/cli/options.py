@@ -38,6 +38,12 @@ Std = Annotated[str | None, typer.Option(help="Standard deviation of each channe
 Workers = Annotated[int | None, typer.Option(help="Processes that decode images (default: 0 on a CPU, 4 for a GPU).")]
 Changed = Annotated[str, typer.Option(help="On weights that the masks were not made for: warn, error or ignore.")]
 
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+Pixels = Annotated[int | None, typer.Option(min=1, help="Pixels along an image (default: the model's, or 224).")]
+Computed = Annotated[
+    str | None, typer.Option("--dtype", help=f"{', '.join(DTYPES)} (default: float16, on a CPU float32).")
+]
+
 Classes = Annotated[
     Path | None,
     typer.Option(help="Text file, line i names the class folder of output i: for data with only some of the classes."),
@@ -162,6 +168,14 @@ def writable(path: Path) -> Path:
             f"cannot write {path}: {folder} is no folder that can be written to, or {path.name} is a folder"
         )
     return path
+
+
+def type_of(name: str | None) -> torch.dtype | None:
+    """What --dtype names."""
+    known = None if name is None else name.removeprefix("torch.")
+    if known is not None and known not in DTYPES:
+        raise HalveError(f"--dtype {name}: there are {', '.join(DTYPES)}")
+    return None if known is None else DTYPES[known]
 
 
 def _numbers(text: str | None, default: tuple[float, ...]) -> tuple[float, ...]:
