@@ -107,3 +107,5 @@ def test_conditions_that_say_something_else_stay():
     assert guards.conditions == conditions  # of an argument that the model does not have: nothing can be tried
     assert set_apart(conditions[0]) is None
     assert set_apart(conditions[2]) is None
+    assert set_apart("no condition at all") is None
+    assert set_apart("L['x'].size()[2] % 4 != 1") is None

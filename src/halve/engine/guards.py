@@ -96,15 +96,13 @@ def set_apart(condition: str) -> Reading | None:
     >>> set_apart("L['x'].size()[0] // 2 != 1")({"x": torch.zeros(6)})
     3
     """
-    body = ast.parse(condition, mode="eval").body
-    if any(isinstance(node, ast.Mod) for node in ast.walk(body)):
+    try:
+        body = ast.parse(condition, mode="eval").body
+        match body:
+            case ast.Compare(left=left, ops=[ast.NotEq()], comparators=[ast.Constant(value=1)]):
+                return None if any(isinstance(node, ast.Mod) for node in ast.walk(left)) else _reading(left)
+    except (SyntaxError, ValueError):  # not understood
         return None
-    match body:
-        case ast.Compare(left=left, ops=[ast.NotEq()], comparators=[ast.Constant(value=1)]):
-            try:
-                return _reading(left)
-            except ValueError:
-                return None
     return None
 
 

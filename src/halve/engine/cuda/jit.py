@@ -74,7 +74,7 @@ def folder() -> Path:
     try:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     except RuntimeError:  # nobody's home, as in some containers
-        base = Path(tempfile.gettempdir()) / f"cache-{os.getuid()}"
+        base = Path(tempfile.gettempdir()) / f"cache-{getattr(os, 'getuid', int)()}"
     return base / "halve" / "kernels"
 
 
