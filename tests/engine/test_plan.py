@@ -83,6 +83,16 @@ def test_a_way_that_fails_for_a_reason_that_passes_is_tried_again_and_no_other(m
     assert memory.recall(next(iter(memory.known)), ["gemm"]) == {"gemm": float("inf")}
 
 
+def test_a_layer_that_gets_nothing_is_not_planned(monkeypatch):
+    monkeypatch.setattr(plan, "graph_times", lambda calls: dict.fromkeys(calls, 1.0))
+    heads = [Layer("head", Geometry(4, 8), torch.randn(4, 8), None, linear=True) for _ in range(2)]
+    empty, some = torch.zeros(0, 8), torch.zeros(3, 8)  # no boxes were found in the example
+    entries = decide(heads, lambda: (heads[0](empty), heads[1](some)), Memory(None), sparse=True)
+    assert len(entries) == 1
+    assert heads[0](empty).shape == (0, 4)
+    assert heads[0](some).shape == (3, 4)
+
+
 def test_a_network_is_timed_once_and_without_sparse_kernels_in_dense_ways_alone(monkeypatch):
     asked = []
 

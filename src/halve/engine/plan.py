@@ -139,11 +139,11 @@ def decide(layers: list[Layer], run: Callable[[], object], memory: Memory, *, sp
 
 
 def timed(layers: list[Layer], run: Callable[[], object], memory: Memory, sparse: bool = True) -> list[Timed]:
-    """Run the network once; each layer that is reached is timed on the input that it gets, the first time."""
+    """Run the network once; each layer is timed on the input that it gets, the first time there is something in it."""
     found: dict[int, Timed] = {}
 
     def stop_by(layer: Layer, args: tuple[Any, ...]) -> None:
-        if id(layer) not in found:
+        if id(layer) not in found and args[0].numel():
             x, residual = args[0], args[1] if len(args) > 1 else None
             found[id(layer)] = _timed(layer, x, residual, memory, sparse)
 
