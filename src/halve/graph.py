@@ -22,7 +22,7 @@ from torch.export import Dim, ExportedProgram
 from halve.errors import ModelError, listed
 from halve.masks.layers import clone, kind_of
 
-EXPORTING = threading.RLock()  # torch.export is for one thread at a time
+TRACING = threading.RLock()  # torch traces by patching nn.Module for the whole process: one thread at a time
 Sizes = tuple[tuple[tuple[int, int | None], ...], ...]
 
 _CALL = "model"  # where a model stands inside of `_Called`
@@ -112,7 +112,7 @@ def capture(
     arguments = tuple(two_images(argument) for argument in arguments)
     root = copy if forward is None else _Called(copy, forward)
     prefix = "" if forward is None else _CALL
-    with EXPORTING, torch.no_grad(), _quiet():
+    with TRACING, torch.no_grad(), _quiet():
         program, reason = _export(root, arguments, {}, free_size)
         if program is not None:
             return Captured((Part("", program, _tensors(program, "", prefix, names), prefix),), {})

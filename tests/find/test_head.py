@@ -1,3 +1,5 @@
+import threading
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -135,3 +137,42 @@ def test_where_tracing_fails_a_norm_without_weights_does_not_count():
 
 def test_a_model_without_weights_has_no_head():
     assert find_heads(nn.Sequential(nn.ReLU(), nn.Flatten())) == set()
+
+
+class Calling(nn.Module):
+    """Calls a function in the middle of its forward pass."""
+
+    def __init__(self, act):
+        super().__init__()
+        self.fc, self.act = nn.Linear(8, 2), act
+
+    def forward(self, x):
+        self.act()
+        return self.fc(x)
+
+
+def test_other_threads_run_their_models_while_one_is_traced():
+    other, outputs = nn.Linear(8, 2), []
+
+    def elsewhere():
+        thread = threading.Thread(target=lambda: outputs.append(other(torch.ones(1, 8))))
+        thread.start()
+        thread.join()
+
+    assert find_heads(Calling(elsewhere)) == {"fc"}
+    assert outputs[0].equal(other(torch.ones(1, 8)))
+
+
+def test_heads_are_found_in_threads_at_once():
+    call, first_ended, found = nn.Module.__call__, threading.Event(), []
+    second = threading.Thread(target=lambda: found.append(find_heads(Calling(lambda: first_ended.wait(10)))))
+
+    def overlap():
+        second.start()
+        second.join(0.5)  # it gets so far that it is traced too, unless it waits
+
+    found.append(find_heads(Calling(overlap)))
+    first_ended.set()
+    second.join()
+    assert found == [{"fc"}, {"fc"}]
+    assert nn.Module.__call__ is call

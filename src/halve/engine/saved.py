@@ -24,7 +24,7 @@ from halve.engine.layer import DENSE, Layer
 from halve.engine.lower import lower_
 from halve.engine.plan import Plan
 from halve.errors import EngineError, FileError
-from halve.graph import EXPORTING, Sizes
+from halve.graph import TRACING, Sizes
 from halve.masks.storage import write_atomically
 
 _ABOUT = "halve.json"
@@ -80,7 +80,7 @@ def _exported(body: nn.Module, inputs: tuple[torch.Tensor, ...], sizes: Sizes) -
         {dim: Dim.AUTO for dim, (least, most) in enumerate(limits) if least != most and dim in (0, 2, 3)}
         for limits in sizes
     )
-    with EXPORTING, torch.no_grad():
+    with TRACING, torch.no_grad():
         return torch.export.export(_Called(body), inputs, dynamic_shapes=(free,), strict=False)
 
 
@@ -103,7 +103,7 @@ def load(path: str | Path, device: str | torch.device | None = None) -> Compiled
         with zipfile.ZipFile(io.BytesIO(content)) as archive:  # PyTorch does not look at the checksums
             if (damaged := archive.testzip()) is not None:
                 raise FileError(f"{path} is damaged: {damaged} in it is not what was written")
-        with EXPORTING, warnings.catch_warnings():
+        with TRACING, warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The given buffer is not writable")  # PyTorch to itself
             program = torch.export.load(io.BytesIO(content), extra_files=extra)
         about = json.loads(extra[_ABOUT])

@@ -6,12 +6,15 @@ layer counts if no other module with weights is registered after it.
 """
 
 import operator
+import threading
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import torch.fx
 from torch import nn
 
+from halve.graph import TRACING
 from halve.masks.layers import clone, kind_of
 
 _RESHAPING = "flatten view reshape squeeze unsqueeze permute transpose contiguous float mean sum"
@@ -29,7 +32,7 @@ def find_heads(model: nn.Module) -> set[str]:
     """
     copy = clone(model).eval()
     try:
-        with warnings.catch_warnings():
+        with TRACING, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the model's own forward, which the user has seen before
             graph = _Tracer().trace(copy)
     except Exception:  # tracing runs the model's own Python on stand-ins, which may raise anything
@@ -40,6 +43,15 @@ def find_heads(model: nn.Module) -> set[str]:
 
 
 class _Tracer(torch.fx.Tracer):
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = threading.get_ident()
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        if threading.get_ident() != self._thread:  # another thread's model, which tracing here must not change
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
         return kind_of(m) is not None or super().is_leaf_module(m, module_qualified_name)
 
