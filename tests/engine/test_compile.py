@@ -1,39 +1,16 @@
 import copy
 import io
-import threading
 import warnings
 
 import pytest
 import torch
-import torchvision
 from torch import nn
 
 import halve
-from halve.errors import EngineError, EngineWarning, FileError, ModelError
+from halve.errors import EngineError, EngineWarning, ModelError
+from tests.engine.nets import Net, compiled, resnet, same, sparsely
 from tests.tiny import convnet, images
 from tests.untouched import untouched
-
-
-def compiled(model, masks=None, example=None, **options):
-    example = images(2) if example is None else example
-    with warnings.catch_warnings(action="ignore", category=EngineWarning):
-        return halve.compile(model, halve.prune(model) if masks is None else masks, example, **options)
-
-
-def sparsely(fast):
-    """Let every layer that can run on packed weights; without a GPU the reference does."""
-    for layer in fast.layers:
-        layer.take({1: "sparse 64x64" if layer.halved else "torch"})
-    return fast
-
-
-def resnet():
-    model = torchvision.models.resnet18(num_classes=10).eval()
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.running_mean.normal_(0, 0.1)
-            module.running_var.uniform_(0.5, 1.5)
-    return model
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -126,37 +103,6 @@ def test_copies_and_pickles_give_the_same():
     torch.save(fast, buffer)
     buffer.seek(0)
     assert torch.equal(torch.load(buffer, weights_only=False)(x), expected)
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_saved_and_loaded_it_is_the_same(tmp_path, packed):
-    model = resnet()
-    fast = compiled(model, example=torch.randn(2, 3, 64, 64))
-    fast = sparsely(fast) if packed else fast
-    path = tmp_path / "net.pt2"
-    fast.save(path)
-    again = halve.load_compiled(path)
-    x = torch.randn(3, 3, 64, 96)
-    assert torch.equal(again(x), fast(x))
-    assert [(layer.name, layer.ways) for layer in again.layers] == [(a.name, a.ways) for a in fast.layers]
-    assert again.reason == fast.reason
-    with pytest.raises(EngineError, match=r"is torch\.float16"):
-        again(x.half())
-    if packed:
-        assert path.stat().st_size < 0.7 * sum(p.numel() * 4 for p in model.parameters())
-
-
-def test_files_that_are_something_else_are_refused(tmp_path):
-    path = tmp_path / "net.pt2"
-    path.write_bytes(b"not a network")
-    with pytest.raises(FileError, match="no compiled network"):
-        halve.load_compiled(path)
-    compiled(convnet()).save(path)
-    path.write_bytes(path.read_bytes()[:-1000])
-    with pytest.raises(FileError, match="no compiled network"):
-        halve.load_compiled(path)
-    with pytest.raises(FileError, match="no compiled network"):
-        halve.load_compiled(tmp_path / "missing.pt2")
 
 
 def test_an_updated_checkpoint_takes_over_the_plan():
@@ -261,24 +207,6 @@ def test_inputs_by_name_are_refused():
         compiled(convnet())(input=images(2))
 
 
-def test_several_threads_get_their_own_results():
-    fast = compiled(convnet())
-    batches = [images(2, seed=seed) for seed in range(8)]
-    expected = [fast(x) for x in batches]
-    got = [None] * 8
-
-    def work(index):
-        for _ in range(5):
-            got[index] = fast(batches[index])
-
-    threads = [threading.Thread(target=work, args=(index,)) for index in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True))
-
-
 def test_it_can_be_exported_and_has_no_training_mode():
     fast = sparsely(compiled(convnet()))
     program = torch.export.export(fast, (images(2),), strict=False)
@@ -298,3 +226,40 @@ def test_not_a_number_in_an_image_stays_with_that_image():
     assert torch.equal(fast(x).isnan(), expected.isnan())
     assert expected[1].isnan().all()
     assert not expected[0].isnan().any()
+
+
+@pytest.mark.parametrize("count", [1, 4])
+def test_networks_that_are_captured_for_two_images_alone_run_as_they_were(count):
+    def one_by_one(net, x):
+        return torch.stack([net.a(image[None])[0] for image in x])
+
+    fast = same(Net(one_by_one), images(count))
+    assert "the network" in fast.plan.left
+
+
+def test_a_network_that_treats_one_image_otherwise_runs_one_as_it_was():
+    same(Net(lambda n, x: n.a(x) * 2 if len(x) == 1 else n.a(x)), images(1))
+    fast = same(Net(lambda n, x: n.a(x) * 2 if x.shape[0] == 1 else n.a(x)), images(1))
+    assert "one image otherwise than several" in fast.plan.left["the network"]
+
+
+def test_the_example_stays_as_it_is():
+    x = images(2).contiguous(memory_format=torch.channels_last)
+    before = x.clone()
+    compiled(nn.Sequential(nn.ReLU(inplace=True), nn.Conv2d(4, 4, 1)).eval(), halve.MaskSet({}), x)
+    assert torch.equal(x, before)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"masks": None}, "masks must be a MaskSet"),
+        ({"dtype": "float16"}, "dtype must be a type such as"),
+        ({"batch_sizes": 8}, "batch_sizes must be a tuple"),
+        ({"like": "foo"}, "like must be what halve.compile gave"),
+    ],
+)
+def test_what_is_no_option_is_refused_with_what_is(options, message):
+    given = {"masks": halve.MaskSet({}), **options}
+    with pytest.raises(EngineError, match=message):
+        halve.compile(convnet(), example=images(2), **given)

@@ -2,6 +2,7 @@
 
 import copy
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -12,19 +13,8 @@ from halve.engine import guards as of_guards
 from halve.engine import plan
 from halve.engine.memory import Memory
 from halve.errors import EngineError, EngineWarning
-from tests.engine.test_compile import compiled, sparsely
+from tests.engine.nets import Net, compiled, sparsely
 from tests.tiny import convnet, images
-
-
-class Net(nn.Module):
-    def __init__(self, how):
-        super().__init__()
-        torch.manual_seed(0)
-        self.a, self.b = (nn.Conv2d(4, 4, 3, padding=1) for _ in range(2))
-        self.how = how
-
-    def forward(self, *inputs):
-        return self.how(self, *inputs)
 
 
 def agree(how, example, *others, share=1e-4, **options):
@@ -233,18 +223,8 @@ def test_conditions_of_sizes_that_cannot_be_understood_fix_the_size(monkeypatch,
         fast(torch.randn(2, 4, 6, 6))
 
 
-def test_a_models_own_names_stay_its_own():
-    class Named(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer0 = nn.Sequential(nn.Conv2d(4, 8, 1), nn.Conv1d(1, 1, 3, padding=1))
-            self._layer0 = nn.Conv2d(8, 4, 1)
-
-        def forward(self, x):
-            x = self.layer0[0](x)
-            attention = self.layer0[1](x.mean((2, 3))[:, None])[:, 0, :, None, None]  # which stays as it is
-            return self._layer0(x * attention.sigmoid())
-
-    model = Named().eval()
-    fast = compiled(model, halve.MaskSet({}))
-    torch.testing.assert_close(fast(images(2)), model(images(2)))
+def test_numbers_of_any_kind_are_batch_sizes():
+    fast = compiled(convnet())
+    assert fast.warmup(4) is fast.warmup([np.int64(2)]) is fast
+    with pytest.raises(EngineError, match="from 1 on"):
+        fast.warmup(0)

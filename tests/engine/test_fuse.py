@@ -8,6 +8,7 @@ import halve
 from halve.engine.fuse import Fused, fuse
 from halve.find.batches import main_output
 from halve.graph import capture
+from tests.engine.nets import compiled
 from tests.untouched import untouched
 
 
@@ -215,3 +216,10 @@ def test_pooling_that_says_where_is_left_as_it_is():
 
     module, _ = fused_like(Net().eval(), torch.randn(2, 3, 12, 12))
     assert not any("halve" in operation for operation in operations(module))
+
+
+def test_layers_are_named_by_their_weights():
+    model = nn.Sequential(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), nn.Linear(16, 8)).eval()
+    fast = compiled(model, halve.prune(model), torch.randn(2, 5, 16))
+    assert "0.self_attn.out_proj" in {layer.name for layer in fast.layers}
+    assert "0.self_attn.out_proj" not in fast.plan.left

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import halve
-from tests.engine.test_compile import compiled, sparsely
+from tests.engine.nets import compiled, sparsely
 from tests.tiny import images
 
 

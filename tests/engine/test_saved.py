@@ -1,4 +1,5 @@
 import json
+from collections import namedtuple
 
 import pytest
 import torch
@@ -6,8 +7,8 @@ from torch import nn
 
 import halve
 from halve.engine import saved
-from halve.errors import EngineError, EngineWarning
-from tests.engine.test_compile import compiled, sparsely
+from halve.errors import EngineError, EngineWarning, FileError
+from tests.engine.nets import Net, compiled, resnet, same, sparsely
 from tests.tiny import convnet, images
 
 
@@ -85,3 +86,54 @@ def test_sizes_that_cannot_be_proven_free_are_saved_as_they_are(tmp_path, name):
     assert torch.equal(again(x), fast(x))
     with pytest.raises(EngineError, match="compile it again"):
         again(torch.randn(3, 4, 40, 40))
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_saved_and_loaded_it_is_the_same(tmp_path, packed):
+    model = resnet()
+    fast = compiled(model, example=torch.randn(2, 3, 64, 64))
+    fast = sparsely(fast) if packed else fast
+    path = tmp_path / "net.pt2"
+    fast.save(path)
+    again = halve.load_compiled(path)
+    x = torch.randn(3, 3, 64, 96)
+    assert torch.equal(again(x), fast(x))
+    assert [(layer.name, layer.ways) for layer in again.layers] == [(a.name, a.ways) for a in fast.layers]
+    assert again.reason == fast.reason
+    with pytest.raises(EngineError, match=r"is torch\.float16"):
+        again(x.half())
+    if packed:
+        assert path.stat().st_size < 0.7 * sum(p.numel() * 4 for p in model.parameters())
+
+
+def test_files_that_are_something_else_are_refused(tmp_path):
+    path = tmp_path / "net.pt2"
+    path.write_bytes(b"not a network")
+    with pytest.raises(FileError, match="no compiled network"):
+        halve.load_compiled(path)
+    compiled(convnet()).save(path)
+    path.write_bytes(path.read_bytes()[:-1000])
+    with pytest.raises(FileError, match="no compiled network"):
+        halve.load_compiled(path)
+    with pytest.raises(FileError, match="no compiled network"):
+        halve.load_compiled(tmp_path / "missing.pt2")
+
+
+def test_a_damaged_file_is_refused(tmp_path):
+    fast = compiled(convnet())
+    fast.save(tmp_path / "net.pt2")
+    content = bytearray((tmp_path / "net.pt2").read_bytes())
+    weight = next(layer.dense() for layer in fast.layers).contiguous().numpy().tobytes()
+    content[bytes(content).index(weight) + 5] ^= 64
+    (tmp_path / "net.pt2").write_bytes(content)
+    with pytest.raises(FileError, match="is damaged"):
+        halve.load_compiled(tmp_path / "net.pt2")
+
+
+Pair = namedtuple("Pair", ["a", "b"])
+
+
+def test_what_the_format_does_not_take_is_not_saved(tmp_path):
+    fast = same(Net(lambda n, x: Pair(n.a(x), n.b(x))), images(2))
+    with pytest.raises(EngineError, match="cannot be saved"):
+        fast.save(tmp_path / "net.pt2")

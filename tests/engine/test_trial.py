@@ -1,13 +1,13 @@
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 import halve
 from halve.engine.guards import Guards, set_apart
 from halve.engine.trial import agree, tried
 from halve.errors import EngineError
-from tests.engine.test_compile import compiled
-from tests.engine.test_compiled import Net
+from tests.engine.nets import Net, compiled, same
 from tests.tiny import images
 
 BRANCHES = {
@@ -109,3 +109,15 @@ def test_conditions_that_say_something_else_stay():
     assert set_apart(conditions[2]) is None
     assert set_apart("no condition at all") is None
     assert set_apart("L['x'].size()[2] % 4 != 1") is None
+
+
+def test_images_that_are_not_square_are_tried_too():
+    def padded(net, x):
+        return net.a(F.pad(x, (0, 0, 1, 0)) if x.shape[2] % 2 == 1 and x.shape[3] % 2 == 0 else x)
+
+    def wide(net, x):
+        return net.a(x) * (2 if x.shape[2] // 4 == 1 and x.shape[3] // 4 > 1 else 1)
+
+    for how, shape in ((padded, (2, 4, 7, 8)), (wide, (2, 4, 5, 8))):
+        with pytest.raises(EngineError, match="compile it again with an example of that shape"):
+            same(Net(how), images(2))(torch.randn(shape))

@@ -1,0 +1,54 @@
+"""Networks to compile, and ways of compiling them, for the engine's tests."""
+
+import warnings
+
+import torch
+import torchvision
+from torch import nn
+
+import halve
+from halve.errors import EngineWarning
+from tests.tiny import images
+
+
+def compiled(model, masks=None, example=None, **options):
+    example = images(2) if example is None else example
+    with warnings.catch_warnings(action="ignore", category=EngineWarning):
+        return halve.compile(model, halve.prune(model) if masks is None else masks, example, **options)
+
+
+def sparsely(fast):
+    """Let every layer that can run on packed weights; without a GPU the reference does."""
+    for layer in fast.layers:
+        layer.take({1: "sparse 64x64" if layer.halved else "torch"})
+    return fast
+
+
+def resnet():
+    model = torchvision.models.resnet18(num_classes=10).eval()
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.running_mean.normal_(0, 0.1)
+            module.running_var.uniform_(0.5, 1.5)
+    return model
+
+
+class Net(nn.Module):
+    def __init__(self, how):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b = (nn.Conv2d(4, 4, 3, padding=1) for _ in range(2))
+        self.how = how
+
+    def forward(self, *inputs):
+        return self.how(self, *inputs)
+
+
+def same(model, *inputs, calls=1, **options):
+    """The compiled network, after checking that it gives what the model gives, call by call."""
+    fast = compiled(model.eval(), halve.MaskSet({}), inputs if len(inputs) > 1 else inputs[0], **options)
+    with torch.no_grad():
+        for _ in range(calls):
+            got = fast(*(x.clone() for x in inputs))
+            torch.testing.assert_close(got, model(*(x.clone() for x in inputs)), rtol=1e-4, atol=1e-4)
+    return fast
