@@ -16,6 +16,7 @@ from torch import nn
 import halve
 from halve.errors import FileError
 from halve.masks import storage
+from halve.masks.bits import pack_bits
 from halve.masks.file import FORMAT, SUFFIX, header_of, load, save, tensors_of
 from halve.masks.layout import Layout
 from halve.masks.mask import MaskSet
@@ -48,7 +49,7 @@ def write(path, change):
     """A file with a checksum that fits, after `change(header, tensors)`."""
     masks = small_set()
     header = json.loads(json.dumps(header_of(masks)))
-    tensors = {f"codes:{name}": storage.pack_bits(mask.codes, mask.pattern.bits) for name, mask in masks.items()}
+    tensors = {f"codes:{name}": pack_bits(mask.codes, mask.pattern.bits) for name, mask in masks.items()}
     tensors |= tensors_of(masks)
     change(header, tensors)
     return storage.write(path, FORMAT, header, tensors)
@@ -203,7 +204,7 @@ def tensor(name, value):
 
 
 def packed(*codes, bits=3):
-    return storage.pack_bits(torch.tensor(codes), bits)
+    return pack_bits(torch.tensor(codes), bits)
 
 
 ATTACKS = {

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from halve.errors import FileError, HalveError
 from halve.masks import storage
+from halve.masks.bits import pack_bits, unpack_bits
 from halve.masks.fingerprint import SKETCH, Fingerprint
 from halve.masks.layout import Layout
 from halve.masks.mask import Mask, MaskSet
@@ -31,7 +32,7 @@ _KEYS = _TEXTS | {"shape", "groups", "pad", "shared_with", "dense", "masked"}
 
 def save(masks: MaskSet, path: str | Path) -> Path:
     """Write `masks` to `path`, atomically; see `MaskSet.save`."""
-    tensors = {f"codes:{name}": storage.pack_bits(mask.stored_codes, mask.pattern.bits) for name, mask in masks.items()}
+    tensors = {f"codes:{name}": pack_bits(mask.stored_codes, mask.pattern.bits) for name, mask in masks.items()}
     return storage.write(path, FORMAT, header_of(masks), tensors | tensors_of(masks))
 
 
@@ -51,9 +52,7 @@ def load(path: str | Path) -> MaskSet:
 
     def codes(name: str, pattern: Pattern, layout: Layout) -> Tensor:
         count = layout.rows * layout.blocks
-        return storage.unpack_bits(tensors.pop(f"codes:{name}"), count, pattern.bits).reshape(
-            layout.rows, layout.blocks
-        )
+        return unpack_bits(tensors.pop(f"codes:{name}"), count, pattern.bits).reshape(layout.rows, layout.blocks)
 
     masks = masks_from(Path(path), header, tensors, codes)
     if tensors:

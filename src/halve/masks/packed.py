@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from halve.errors import FileError, HalveError, MaskError, ModelError, listed
 from halve.masks import storage
 from halve.masks.apply import Changed, apply
+from halve.masks.bits import pack_bits, unpack_bits
 from halve.masks.file import header_of, masks_from, tensors_of
 from halve.masks.layout import Layout
 from halve.masks.mask import Mask, MaskSet
@@ -67,7 +68,7 @@ def pack(
             kept = mask.pattern.decode(mask.stored_codes)
             shape = (*mask.stored_codes.shape, mask.pattern.kept)
             tensors[f"values:{layer}"] = mask.layout.to_blocks(value.cpu())[kept].reshape(shape)
-            tensors[f"indices:{layer}"] = storage.pack_bits(kept.nonzero()[:, -1], _index_bits(mask.pattern))
+            tensors[f"indices:{layer}"] = pack_bits(kept.nonzero()[:, -1], _index_bits(mask.pattern))
         else:
             tensors[f"tensor:{name}"] = value
     if lost := [name for name in masks if f"values:{name}" not in tensors]:
@@ -162,7 +163,7 @@ def _kept(stream: Tensor, values: Tensor, pattern: Pattern, layout: Layout) -> T
     shape = (layout.rows, layout.blocks, pattern.kept)
     if tuple(values.shape) != shape:
         raise FileError(f"expected values of shape {shape}, not {tuple(values.shape)}")
-    index = storage.unpack_bits(stream, values.numel(), _index_bits(pattern)).reshape(shape)
+    index = unpack_bits(stream, values.numel(), _index_bits(pattern)).reshape(shape)
     if bool((index >= pattern.size).any()) or bool((index.diff(dim=-1) <= 0).any()):
         raise FileError(f"the indices of a block must ascend within 0..{pattern.size - 1}")
     return torch.zeros(*shape[:2], pattern.size, dtype=torch.bool).scatter_(2, index, True)
