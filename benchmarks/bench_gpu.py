@@ -19,9 +19,9 @@ import torch
 import torchvision
 
 import halve
-from halve.engine.bench.measure import Measurement
-from halve.engine.bench.records import layer_records, records
-from halve.engine.bench.systems import SYSTEMS
+from halve.bench.measure import Measurement
+from halve.bench.records import layer_records, records
+from halve.bench.systems import SYSTEMS
 
 RESULTS = Path(__file__).parent / "results"
 COMPILED = ("compile", "compile_freezing")

@@ -26,10 +26,10 @@ from torch import Tensor, nn
 from torchvision.models import resnet50
 
 import halve
-from halve.find.objective import Views, distill_both, find_blocks, watching
-from halve.find.sampling import Sampler
-from halve.masks.layers import weight_of
+from halve.learn.objective import Views, distill_both, find_blocks, watching
+from halve.learn.sampling import Sampler
 from halve.masks.pattern import Pattern
+from halve.modules import weight_of
 
 RESULTS = Path(__file__).parent / "results" / "learn_gpu.json"
 

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import torch
 
+from halve.bench.records import hardware, versions
 from halve.engine import ops
-from halve.engine.bench.records import hardware, versions
 from halve.engine.timing import graph_times
 
 RESULTS = Path(__file__).parent / "results" / "pool.json"

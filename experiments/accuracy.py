@@ -25,8 +25,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 import halve
-from halve.engine.bench.records import hardware
-from halve.find.settings import Settings
+from halve.bench.records import hardware
+from halve.learn.settings import Settings
 from halve.sources.data import IMAGENET_MEAN, IMAGENET_STD
 from halve.sources.models import load_model
 

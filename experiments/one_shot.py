@@ -18,7 +18,7 @@ import torch
 from rich.progress import track
 
 import halve
-from halve.engine.bench.records import hardware
+from halve.bench.records import hardware
 from halve.sources.data import Preprocessing, load_data
 from halve.sources.models import load_model
 
@@ -38,7 +38,6 @@ METHODS = {  # score, permute
     "magnitude": ("magnitude", False),
     "magnitude_permuted": ("magnitude", True),
     "wanda": ("wanda", False),
-    "hessian": ("hessian", False),
     "reconstruct": ("reconstruct", False),
     "reconstruct_permuted": ("reconstruct", True),
 }

@@ -14,7 +14,6 @@ ONE_SHOT = {
     "magnitude": "magnitude",
     "magnitude_permuted": "magnitude, permuted",
     "wanda": "Wanda",
-    "hessian": "Hessian",
     "reconstruct": "reconstruct",
     "reconstruct_permuted": "reconstruct, permuted",
 }

@@ -8,10 +8,10 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from halve.masks.fingerprint import Fingerprint
-from halve.masks.layers import kind_of, weight_of
 from halve.masks.layout import Layout
 from halve.masks.mask import Mask, MaskSet
 from halve.masks.pattern import Pattern
+from halve.modules import kind_of, weight_of
 
 PATTERNS = ("1:1", "1:2", "2:3", "2:4", "1:4", "4:4", "4:8", "8:16", "1:32")
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from halve.errors import ModelError, listed
-from halve.masks.layers import clone, kind_of
+from halve.modules import clone, kind_of
 
 TRACING = threading.RLock()  # torch traces by patching nn.Module for the whole process: one thread at a time
 Sizes = tuple[tuple[tuple[int, int | None], ...], ...]

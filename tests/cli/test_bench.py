@@ -1,7 +1,7 @@
 import json
 
+from halve.bench.measure import Measurement
 from halve.cli.bench import _tell
-from halve.engine.bench.measure import Measurement
 from halve.engine.plan import Entry
 
 QUICK = ("--size", "16", "--batch", "2", "--seconds", "0.01")

@@ -1,8 +1,8 @@
 import pytest
 
 from halve.cli import progress
-from halve.find.loop import Report
-from halve.find.trial import Estimate
+from halve.learn.loop import Report
+from halve.learn.probe import Estimate
 
 
 def test_progress_goes_to_standard_error_and_the_items_come_through(capsys):

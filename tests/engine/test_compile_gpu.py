@@ -10,7 +10,7 @@ from torch import nn
 
 import halve
 from halve.engine import recorded
-from halve.engine.cuda import driver
+from halve.engine.kernels.cuda import driver
 from halve.errors import EngineError, EngineWarning
 
 pytestmark = [

@@ -9,9 +9,9 @@ from torch import nn
 
 import halve
 from halve.engine import compiled as of_compiled
-from halve.engine import guards as of_guards
 from halve.engine import plan
-from halve.engine.memory import Memory
+from halve.engine.capture import guards as of_guards
+from halve.engine.timing_cache import Memory
 from halve.errors import EngineError, EngineWarning
 from tests.engine.nets import Net, compiled, sparsely
 from tests.tiny import convnet, images

@@ -5,8 +5,8 @@ import torchvision
 from torch import nn
 
 import halve
+from halve.batches import main_output
 from halve.engine.fuse import Fused, fuse
-from halve.find.batches import main_output
 from halve.graph import capture
 from tests.engine.nets import compiled
 from tests.untouched import untouched

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from halve.engine.cuda.conv import TILES
 from halve.engine.geometry import Geometry
+from halve.engine.kernels.mma_sp.launch import TILES
 from halve.engine.layer import Layer
 from tests.random_masks import random
 

@@ -3,7 +3,7 @@ import torch
 import torch.nn.functional as F
 
 from halve.engine import ops
-from halve.engine.pack import pack, pack_dense
+from halve.engine.kernels.mma_sp.packing import pack, pack_dense
 from halve.errors import EngineError
 from tests.random_masks import random
 

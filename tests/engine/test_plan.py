@@ -6,8 +6,8 @@ import torch
 from halve.engine import plan
 from halve.engine.geometry import Geometry
 from halve.engine.layer import Layer
-from halve.engine.memory import Memory
 from halve.engine.plan import Entry, Plan, Timed, decide, entry_of, timed
+from halve.engine.timing_cache import Memory
 from halve.errors import EngineError
 
 LAYER = Layer("fc", Geometry(4, 8), torch.randn(4, 8), None, linear=True)

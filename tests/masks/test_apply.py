@@ -7,10 +7,10 @@ from torch import nn
 import halve
 from halve.errors import ChangedWeightsWarning, MaskError, ModelError
 from halve.masks.apply import apply, check_fit, is_unchanged, updates_of
-from halve.masks.layers import weight_of
 from halve.masks.layout import Layout
 from halve.masks.mask import Mask, MaskSet
 from halve.masks.pattern import Pattern
+from halve.modules import weight_of
 from tests.random_masks import a_mask, masks_for, random
 from tests.untouched import same_bits, untouched
 

@@ -9,7 +9,7 @@ from torch import nn
 
 import halve
 from halve.masks.apply import apply
-from halve.masks.layers import weight_of
+from halve.modules import weight_of
 from tests.masks.computed import wrapped
 from tests.random_masks import masks_for, random
 from tests.untouched import same_bits, untouched

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halve.batches import Forward, Progress, iterate, labels_of, run
 from halve.errors import DataError, ModelError
-from halve.find.batches import Forward, Progress, iterate, labels_of, run
 from halve.masks.apply import Changed, apply
-from halve.masks.layers import clone
 from halve.masks.mask import MaskSet
+from halve.modules import clone
 
 _TOP = 5
 

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from halve.masks.layout import Kind, Layout
+from halve.masks.layout import Layout
+from halve.modules import Kind
 
 _TILE_COLUMNS, _TILE_ROWS = 16, 8
 

@@ -9,14 +9,14 @@ from torch import Tensor, nn
 
 from halve.check.hardware import eligibility
 from halve.errors import MaskError
-from halve.find.select import SelectOptions, select
 from halve.masks.apply import check_fit, is_unchanged, updates_of
 from halve.masks.fingerprint import digest
-from halve.masks.layers import weight_of
 from halve.masks.layout import Layout, plain
 from halve.masks.mask import Mask, MaskSet
 from halve.masks.moves import fits, moved_back
 from halve.masks.pattern import Pattern
+from halve.modules import weight_of
+from halve.select.select import SelectOptions, select
 
 State = Literal["dense", "masked", "moved", "changed", "unknown"]
 

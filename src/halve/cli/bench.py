@@ -8,12 +8,12 @@ import torch
 import typer
 
 import halve
+from halve.bench import records
+from halve.bench.measure import Measurement
+from halve.bench.systems import SYSTEMS
 from halve.cli import options as o
 from halve.cli import progress, show
 from halve.cli.compile import show_plan
-from halve.engine.bench import records
-from halve.engine.bench.measure import Measurement
-from halve.engine.bench.systems import SYSTEMS
 from halve.masks.storage import write_atomically
 
 ON_GPU, ON_CPU = (1, 32, 256), (1, 8)  # batch sizes

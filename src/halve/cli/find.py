@@ -8,7 +8,7 @@ import halve
 from halve.cli import options as o
 from halve.cli import progress, show
 from halve.errors import DataError
-from halve.find.scores import NEEDS_DATA, SCORES
+from halve.prune.scores import NEEDS_DATA, SCORES
 
 
 def select(

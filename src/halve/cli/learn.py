@@ -10,9 +10,9 @@ import halve
 from halve.cli import options as o
 from halve.cli import progress, show
 from halve.errors import LearningError
-from halve.find.checkpoint import SUFFIX as LEARNING_SUFFIX
-from halve.find.scores import SCORES
+from halve.learn.run_state import SUFFIX as LEARNING_SUFFIX
 from halve.masks.file import SUFFIX
+from halve.prune.scores import SCORES
 
 
 def learn(

@@ -10,8 +10,8 @@ import typer
 
 from halve.cli.show import note
 from halve.errors import FileError, HalveError, SourceError
-from halve.find.select import SelectOptions
 from halve.masks.file import SUFFIX
+from halve.select.select import SelectOptions
 from halve.sources.data import IMAGENET_MEAN, IMAGENET_STD, Data, Preprocessing, load_data
 from halve.sources.models import FORMS, Source, load_model
 

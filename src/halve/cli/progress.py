@@ -17,8 +17,8 @@ from rich.table import Column
 from rich.text import Text
 
 from halve.cli import show
-from halve.find.reporting import Report
-from halve.find.trial import Estimate
+from halve.learn.probe import Estimate
+from halve.learn.reporting import Report
 
 
 class _Rate(ProgressColumn):

@@ -6,14 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halve.engine.capture.equivalence import tried
+from halve.engine.capture.guards import Guards, misfit
+from halve.engine.capture.partial import CapturedPart
+from halve.engine.capture.purity import convert_, try_, unchanged, unfit
 from halve.engine.compiled import Compiled, missing
 from halve.engine.fuse import fuse
-from halve.engine.guards import Guards, misfit
 from halve.engine.lower import lower_
-from halve.engine.parts import CapturedPart
 from halve.engine.recorded import ALONE
-from halve.engine.state import convert_, try_, unchanged, unfit
-from halve.engine.trial import tried
 from halve.errors import EngineError, ModelError
 from halve.graph import Captured, capture
 from halve.masks.apply import Changed, apply

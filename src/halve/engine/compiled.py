@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.fx.node import map_aggregate
 
-from halve.engine.cuda import driver, jit
-from halve.engine.guards import Guards, misfit
+from halve.engine.capture.guards import Guards, misfit
+from halve.engine.kernels.cuda import driver, jit
 from halve.engine.layer import DENSE, Layer
-from halve.engine.memory import Memory
 from halve.engine.plan import Plan, decide
 from halve.engine.recorded import ALONE, MOST, Recordings, Shapes, shapes_of
+from halve.engine.timing_cache import Memory
 from halve.errors import EngineError, EngineWarning, listed
-from halve.find.replay import best_algorithms
 from halve.graph import Sizes
+from halve.learn.step_graph import best_algorithms
 
 _NHWC = torch.channels_last
 _MOST_SHAPES = 4096  # that are remembered as fitting

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from halve.engine import ops
-from halve.engine.alias import origin, writes_between, written
+from halve.engine.capture.alias import origin, writes_between, written
 from halve.graph import Part
 
 _ATEN = torch.ops.aten

@@ -10,9 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halve.engine import ops, pack
-from halve.engine.cuda import conv
+from halve.engine import ops
 from halve.engine.geometry import Geometry
+from halve.engine.kernels.mma_sp import launch as conv
+from halve.engine.kernels.mma_sp import packing as pack
 
 DENSE = "torch"  # runs everywhere
 _NHWC = torch.channels_last

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
-from halve.engine import ops, pack
+from halve.engine import ops
 from halve.engine.geometry import Geometry
+from halve.engine.kernels.mma_sp import packing as pack
 from halve.engine.layer import Layer
 
 _OPERATIONS = (ops.conv2d, ops.linear, ops.packed_conv2d, ops.packed_linear)

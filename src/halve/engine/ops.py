@@ -14,10 +14,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from halve.engine.cuda import conv as cuda_conv
-from halve.engine.cuda import pool as cuda_pool
 from halve.engine.geometry import Geometry
-from halve.engine.pack import restored, sizes
+from halve.engine.kernels.mma_sp import launch as cuda_conv
+from halve.engine.kernels.mma_sp.packing import restored, sizes
+from halve.engine.kernels.pool import launch as cuda_pool
 from halve.errors import EngineError
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
@@ -125,7 +125,7 @@ def _packed_conv2d(
 ) -> Tensor:
     """As `conv2d`, of a weight of `shape` that is packed.
 
-    >>> from halve.engine.pack import pack
+    >>> from halve.engine.kernels.mma_sp.packing import pack
     >>> weight = torch.tensor([1.0, 0.0, 0.0, 2.0]).reshape(1, 4, 1, 1)
     >>> values, metadata, _ = pack(weight, weight != 0)
     >>> x = torch.ones(1, 4, 1, 1)

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from halve.engine import ops
 from halve.engine.layer import DENSE, Layer, pixels_of
-from halve.engine.memory import Memory
 from halve.engine.timing import graph_times
+from halve.engine.timing_cache import Memory
 from halve.errors import EngineError
 
 _TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of the largest output, when a way is tried

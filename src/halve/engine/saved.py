@@ -18,8 +18,8 @@ from torch.export import Dim
 from torch.fx import GraphModule
 
 from halve.engine import ops
+from halve.engine.capture.guards import Guards
 from halve.engine.compiled import Compiled, missing, move_
-from halve.engine.guards import Guards
 from halve.engine.layer import DENSE, Layer
 from halve.engine.lower import lower_
 from halve.engine.plan import Plan

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from halve.errors import ChangedWeightsWarning, MaskError, listed
 from halve.masks.fingerprint import digest
-from halve.masks.layers import clone, kind_of, set_weight_, weight_of
 from halve.masks.layout import plain
 from halve.masks.mask import Mask, MaskSet
 from halve.masks.moves import move_
+from halve.modules import clone, kind_of, set_weight_, weight_of
 
 Changed = Literal["warn", "error", "ignore"]
 

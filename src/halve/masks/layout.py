@@ -18,10 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halve.errors import MaskError
+from halve.modules import KINDS, Kind
 
-Kind = Literal["linear", "conv", "conv_transpose"]
 Order = Literal["channels", "flat"]
-KINDS: tuple[Kind, ...] = get_args(Kind)
 ORDERS: tuple[Order, ...] = get_args(Order)
 
 

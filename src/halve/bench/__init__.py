@@ -1,0 +1,1 @@
+"""Measure a compiled network against its peers."""

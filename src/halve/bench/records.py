@@ -1,0 +1,88 @@
+"""Measurements as plain records: one per measurement, each with all that is needed to understand it by itself."""
+
+import datetime
+import platform
+from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from halve.bench.measure import Measurement
+from halve.version import VERSION
+
+OPTIONAL = ("images_per_second", "memory_bytes", "energy_mj_per_image", "error", "note")  # left out where unknown
+
+
+def records(
+    measurements: Iterable[Measurement], network: str, dtype: torch.dtype, device: torch.device
+) -> list[dict[str, Any]]:
+    """One record per measurement.
+
+    >>> [record] = records([Measurement(2, "eager", 4.0, 3.5, 5.0)], "net", torch.float32, torch.device("cpu"))
+    >>> record["network"], record["system"], record["median_ms"], record["images_per_second"]
+    ('net', 'eager', 4.0, 500.0)
+    """
+    found = []
+    for one in measurements:
+        record: dict[str, Any] = _where(network, one.batch, dtype, device) | {
+            "system": one.system,
+            "median_ms": _rounded(one.median_ms, 5),
+            "p10_ms": _rounded(one.p10_ms, 5),
+            "p90_ms": _rounded(one.p90_ms, 5),
+        }
+        more = {
+            "images_per_second": _rounded(one.images_per_second, 1),
+            "memory_bytes": one.memory_bytes,
+            "energy_mj_per_image": _rounded(one.energy_mj_per_image, 4),
+            "error": one.error,
+            "note": one.note,
+        }
+        found.append(record | {key: value for key, value in more.items() if value is not None})
+    return found
+
+
+def layer_records(
+    measurements: Iterable[Measurement], network: str, dtype: torch.dtype, device: torch.device
+) -> list[dict[str, Any]]:
+    """One record per layer of each plan that was measured: layer, shape, kernel, times, reason."""
+    return [
+        _where(network, one.batch, dtype, device) | {key: _rounded(value, 5) for key, value in asdict(entry).items()}
+        for one in measurements
+        for entry in one.plan
+    ]
+
+
+def _where(network: str, batch: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """What every record begins with."""
+    return {
+        "network": network,
+        "batch": batch,
+        "dtype": _word(dtype),
+        "hardware": hardware(device),
+        "versions": versions(),
+        "date": datetime.date.today().isoformat(),
+    }
+
+
+def hardware(device: torch.device) -> str:
+    """The device in words."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
+
+
+def versions() -> dict[str, str]:
+    """Of what decides how fast things are."""
+    found = {"halve": VERSION, "torch": torch.__version__, "cuda": torch.version.cuda}
+    if torch.backends.cudnn.is_available():
+        found["cudnn"] = str(torch.backends.cudnn.version())
+    return {name: str(version) for name, version in found.items() if version}
+
+
+def _word(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _rounded(value: Any, digits: int) -> Any:
+    return round(value, digits) if isinstance(value, float) else value

@@ -1,0 +1,1 @@
+"""What a captured graph holds for."""

@@ -1,1 +1,0 @@
-"""Kernels for NVIDIA GPUs, compiled on first use."""

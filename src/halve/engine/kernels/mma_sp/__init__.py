@@ -1,0 +1,1 @@
+"""2:4 convolutions with `mma.sp`."""

@@ -1,0 +1,157 @@
+"""The convolution kernel and its variants, and how it is started. `halve.engine.ops` specifies what it computes."""
+
+import ctypes
+import functools
+from importlib import resources
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from halve.engine.geometry import ACTIVATIONS, Geometry
+from halve.engine.kernels.cuda import driver, jit
+from halve.errors import EngineError
+
+DTYPES = (torch.float16, torch.bfloat16)
+_STAGES, _TILE_K, _PITCH = 3, 64, 4  # as in conv.cu: tiles in flight, channels of a tile, floats between its rows
+
+
+class Tile(NamedTuple):
+    """What one thread block makes, and with how many warps along output channels, pixels and K."""
+
+    row_tiles: int  # of 16 output channels, of one warp
+    pixel_tiles: int  # of 8 pixels, of one warp
+    warps_m: int
+    warps_n: int
+    warps_k: int = 1
+
+    @property
+    def rows(self) -> int:
+        return 16 * self.row_tiles * self.warps_m
+
+    @property
+    def pixels(self) -> int:
+        return 8 * self.pixel_tiles * self.warps_n
+
+    @property
+    def threads(self) -> int:
+        return 32 * self.warps_m * self.warps_n * self.warps_k
+
+    @property
+    def shared_bytes(self) -> int:
+        copied = _STAGES * self.warps_k * self.pixels * _TILE_K * 2
+        return max(copied, self.warps_k * self.pixels * (self.rows + _PITCH) * 4)
+
+    def __str__(self) -> str:
+        return f"{self.rows}x{self.pixels}" + (f"k{self.warps_k}" if self.warps_k > 1 else "")
+
+
+TILES = {
+    str(tile): tile
+    for tile in (
+        Tile(4, 4, 2, 4),  # 128x128, for large layers
+        Tile(2, 8, 2, 2),  # 64x128
+        Tile(2, 4, 2, 2),  # 64x64
+        Tile(2, 4, 2, 1, 4),  # 64x32, four teams along K
+        Tile(2, 4, 1, 1, 8),  # 32x32, for layers with few pixels
+        Tile(1, 4, 1, 1, 8),
+    )
+}
+
+
+class Variant(NamedTuple):
+    """What is fixed when the kernel is compiled."""
+
+    sparse: bool
+    dtype: torch.dtype
+    channels: int  # of the input: a multiple of 8 is copied faster
+    activation: str
+    tile: str
+
+    def options(self) -> tuple[str, ...]:
+        """Definitions for the compiler."""
+        if self.dtype not in DTYPES:
+            raise EngineError(f"the kernel multiplies float16 and bfloat16, not {self.dtype}")
+        if self.channels % 4:
+            raise EngineError(f"{self.channels} input channels: the kernel needs a multiple of 4")
+        if self.tile not in TILES:
+            raise EngineError(f"no tile is called {self.tile!r}; there are {', '.join(TILES)}")
+        piece = 8 if self.channels % 8 == 0 else 4
+        tile = {name.upper(): value for name, value in TILES[self.tile]._asdict().items()}
+        bf16, activation = int(self.dtype == torch.bfloat16), ACTIVATIONS.index(self.activation)
+        values = {"SPARSE": int(self.sparse), "BF16": bf16, "PIECE": piece, "ACTIVATION": activation, **tile}
+        return tuple(f"-D{name}={value}" for name, value in values.items())
+
+
+class _Shape(ctypes.Structure):
+    """`Shape` in conv.cu."""
+
+    _fields_ = tuple(
+        (name, ctypes.c_int)
+        for name in (
+            *(
+                "images",
+                "height",
+                "width",
+                "channels",
+                "out_height",
+                "out_width",
+                "out_channels",
+                "kernel_h",
+                "kernel_w",
+            ),
+            *("stride_h", "stride_w", "pad_h", "pad_w", "dilation_h", "dilation_w", "row_tiles"),
+        )
+    )
+
+
+def machine_code(variant: Variant, architecture: str) -> bytes:
+    """The cubin of a variant, compiled now or before."""
+    return _machine_code(variant.options(), architecture)
+
+
+@functools.cache
+def _machine_code(options: tuple[str, ...], architecture: str) -> bytes:
+    source = resources.files(__package__).joinpath("conv.cu").read_text()
+    return jit.cubin(source, architecture, options)
+
+
+def run(
+    x: Tensor,
+    values: Tensor,
+    metadata: Tensor | None,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    geometry: Geometry,
+    tile: str,
+) -> Tensor:
+    """Start the kernel on the current stream. All tensors on one GPU, images channels last, bias in float32.
+
+    Without metadata the values are those of a dense weight.
+    """
+    images, channels, height, width = x.shape
+    rows, out_height, out_width = geometry.rows, *geometry.out_size(height, width)
+    out = torch.empty((images, rows, out_height, out_width), dtype=x.dtype, device=x.device, memory_format=_NHWC)
+    pixels = images * out_height * out_width
+    if not pixels:
+        return out
+    if max(pixels, images * height * width) >= 1 << 28:
+        raise EngineError(f"{images} images of {height} x {width} pixels are too many at once: use smaller batches")
+    variant = Variant(metadata is not None, x.dtype, channels, geometry.activation, tile)
+    kernel = _kernel(variant.options(), x.device.index, TILES[tile].shared_bytes)
+    shape = _Shape(
+        *(images, height, width, channels, out_height, out_width, rows),
+        *(*geometry.kernel, *geometry.stride, *geometry.padding, *geometry.dilation),
+        values.shape[0],
+    )
+    grid = (-(-pixels // TILES[tile].pixels), -(-rows // TILES[tile].rows))
+    kernel.launch(grid, TILES[tile].threads, (x, values, metadata, bias, residual, out, shape))
+    return out
+
+
+_NHWC = torch.channels_last
+
+
+@functools.cache
+def _kernel(options: tuple[str, ...], device: int, shared_bytes: int) -> driver.Kernel:
+    return driver.Kernel(_machine_code(options, driver.architecture(device)), "conv", device, shared_bytes)

@@ -1,0 +1,1 @@
+"""Max pooling without indices."""

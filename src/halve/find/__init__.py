@@ -1,1 +1,0 @@
-"""How a mask is found: which layers, by which score, from which data."""

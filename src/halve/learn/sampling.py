@@ -1,0 +1,202 @@
+"""Logits -> sampled masks. All randomness of learning is here, and comes from a seed, a step and a rank alone."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from halve.masks.layout import Layout
+from halve.masks.mask import Mask, wasteful
+from halve.masks.pattern import Pattern
+from halve.select.select import Choice
+
+Final = Literal["argmax", "sample"]
+FORBIDDEN = -1e4  # beside the logits, not among them: weight decay must not bring it back
+_STEP, _RANK = 1_000_003, 7_919  # spread the seeds of steps and ranks
+_TINY = 1e-30  # noise must stay finite: it may be multiplied by zero
+
+
+@dataclass(frozen=True)
+class Family:
+    """The layers of one pattern: their blocks lie one after another."""
+
+    pattern: Pattern
+    names: tuple[str, ...]
+    layouts: tuple[Layout, ...]
+
+    @property
+    def sizes(self) -> list[int]:
+        """Blocks of each layer."""
+        return [layout.rows * layout.blocks for layout in self.layouts]
+
+
+class Sampler(nn.Module):
+    """Owns the logits of a whole model, one flat parameter, and samples masked weights from them.
+
+    >>> choice = Choice("fc", "Linear", (2, 4), Pattern("2:4"), Layout("linear", (2, 4), 4), "")
+    >>> sampler = Sampler([choice], {"fc": torch.ones(2, 4)}, {"fc": torch.zeros(2, 4)}, 1.0)
+    >>> weight = sampler.sample(temperature=1.0, seed=0, step=0)["fc"]
+    >>> (weight != 0).sum(1).tolist()
+    [2, 2]
+    """
+
+    def __init__(
+        self, choices: Sequence[Choice], weights: Mapping[str, Tensor], scores: Mapping[str, Tensor], alpha: float
+    ) -> None:
+        """`scores` (not negative, of the weights' shapes) and the sharpness `alpha` say where the logits start."""
+        super().__init__()
+        self.families = _families(choices)
+        parts = []
+        for index, family in enumerate(self.families):
+            layers = list(zip(family.names, family.layouts, strict=True))
+            blocks = torch.cat([layout.to_blocks(weights[name].float()).flatten(0, 1) for name, layout in layers])
+            score = torch.cat([layout.to_blocks(scores[name].float()).flatten(0, 1) for name, layout in layers])
+            self.register_buffer(f"weights{index}", blocks, persistent=False)
+            self.register_buffer(f"table{index}", family.pattern.table().float().to(blocks.device), persistent=False)
+            self.register_buffer(f"forbidden{index}", self._forbidden(index), persistent=False)
+            for number, layout in enumerate(family.layouts):
+                if layout.channel_order is not None:  # made once: a step that is replayed cannot make it
+                    there, back = layout.orders(blocks.device)
+                    self.register_buffer(f"order{index}_{number}", there, persistent=False)
+                    self.register_buffer(f"inverse{index}_{number}", back, persistent=False)
+            parts.append((alpha * relative(score) @ self._table(index).T).flatten())
+        self.logits = nn.Parameter(torch.cat(parts))
+
+    def sample(
+        self, *, temperature: float, seed: int, step: int, rank: int = 0, hard: bool = True, noise: float = 1.0
+    ) -> dict[str, Tensor]:
+        """Masked weights by layer name: one Gumbel-Softmax sample, differentiable by the logits."""
+        return self.masked(self.draw(seed, step, rank), temperature, noise, hard)
+
+    def draw(self, seed: int, step: int, rank: int = 0) -> list[Tensor]:
+        """The Gumbel noise of one sample, for each family."""
+        generator = generator_of(self.logits.device, seed, step, rank)
+        noises = [torch.empty_like(logits) for logits in self.split(self.logits.detach())]
+        return [noise.exponential_(generator=generator).clamp_(min=_TINY).log_().neg_() for noise in noises]
+
+    def masked(
+        self, gumbel: Sequence[Tensor], temperature: float | Tensor, noise: float | Tensor, hard: bool = True
+    ) -> dict[str, Tensor]:
+        """Masked weights for noise that was drawn; `noise` scales it: without any, the likeliest codes are taken."""
+        result: dict[str, Tensor] = {}
+        for index, logits in enumerate(self.legal_logits()):
+            scaled = gumbel[index] * noise
+            if hard:
+                kept: Tensor = _HardSample.apply(logits, scaled, self._table(index), temperature)
+            else:
+                kept = ((logits + scaled) / temperature).softmax(1) @ self._table(index)
+            result |= self._layers(index, kept * self._weights(index))
+        return result
+
+    @torch.no_grad()
+    def masks(self, final: Final = "argmax", seed: int = 0) -> dict[str, Mask]:
+        """The final masks: the likeliest code of each block, or one last sample."""
+        result = {}
+        generator = torch.Generator(self.logits.device).manual_seed(seed)
+        for family, logits in zip(self.families, self.legal_logits(), strict=True):
+            if final == "sample":
+                logits = logits - torch.empty_like(logits).exponential_(generator=generator).log_()
+            codes = logits.argmax(1)
+            for name, layout, part in zip(family.names, family.layouts, codes.split(family.sizes), strict=True):
+                result[name] = Mask(family.pattern, layout, part.reshape(layout.rows, layout.blocks))
+        return result
+
+    @torch.no_grad()
+    def codes(self) -> Tensor:
+        """The likeliest code of every block."""
+        return torch.cat([logits.argmax(1) for logits in self.legal_logits()])
+
+    @torch.no_grad()
+    def entropy(self) -> float:
+        """Mean entropy of the choices over its maximum: 1 is undecided, 0 is decided."""
+        total, blocks = 0.0, 0
+        for family, logits in zip(self.families, self.legal_logits(), strict=True):
+            if family.pattern.count > 1:
+                shares = logits.log_softmax(1)
+                total += float(-(shares.exp() * shares).sum()) / math.log(family.pattern.count)
+            blocks += len(logits)
+        return total / max(blocks, 1)
+
+    def legal_logits(self) -> list[Tensor]:
+        """The logits of each family; codes that waste a place on a virtual column are far below all others."""
+        offsets = [self.get_buffer(f"forbidden{index}") for index in range(len(self.families))]
+        parts = zip(self.split(self.logits), offsets, strict=True)
+        return [logits + offset if offset.numel() else logits for logits, offset in parts]
+
+    def split(self, flat: Tensor) -> list[Tensor]:
+        """A flat tensor like the logits -> one (blocks, codes) view per family."""
+        sizes = [(sum(family.sizes), family.pattern.count) for family in self.families]
+        parts = torch.split(flat, [blocks * count for blocks, count in sizes])
+        return [part.reshape(size) for part, size in zip(parts, sizes, strict=True)]
+
+    def _layers(self, index: int, blocks: Tensor) -> dict[str, Tensor]:
+        family = self.families[index]
+        parts = torch.split(blocks, family.sizes)
+        result = {}
+        for number, (name, layout, part) in enumerate(zip(family.names, family.layouts, parts, strict=True)):
+            orders = None
+            if layout.channel_order is not None:
+                orders = self.get_buffer(f"order{index}_{number}"), self.get_buffer(f"inverse{index}_{number}")
+            result[name] = layout.from_blocks(part.reshape(layout.rows, layout.blocks, layout.block), orders)
+        return result
+
+    def _forbidden(self, index: int) -> Tensor:
+        """What is added to the logits, (blocks, codes); empty where nothing is padded."""
+        family, table = self.families[index], self._table(index)
+        if not any(layout.virtual for layout in family.layouts):
+            return table.new_empty(0)
+        rows = [wasteful(family.pattern, layout).to(table).repeat(layout.rows, 1) for layout in family.layouts]
+        return FORBIDDEN * torch.cat(rows)
+
+    def _weights(self, index: int) -> Tensor:
+        return self.get_buffer(f"weights{index}")
+
+    def _table(self, index: int) -> Tensor:
+        return self.get_buffer(f"table{index}")
+
+
+def generator_of(device: torch.device, seed: int, step: int, rank: int = 0) -> torch.Generator:
+    """All chance of one step on one rank."""
+    return torch.Generator(device).manual_seed(seed + _STEP * (step + 1) + _RANK * rank)
+
+
+def relative(scores: Tensor) -> Tensor:
+    """Scores of blocks (blocks, M) over the mean size of their block's; a block of zeros stays zero."""
+    return scores / scores.abs().mean(1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
+
+
+def glorot(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    """Normal numbers by Glorot's rule over blocks x codes, as the paper starts its logits."""
+    return torch.randn(shape, generator=generator) * math.sqrt(2.0 / sum(shape))
+
+
+class _HardSample(torch.autograd.Function):
+    """Forward the code that Gumbel-Max draws, backward the gradient of Gumbel-Softmax (straight through)."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, noise: Tensor, table: Tensor, temperature: float | Tensor) -> Tensor:
+        noisy = noise.add_(logits)
+        kept = table[noisy.argmax(1)]
+        ctx.save_for_backward(noisy.div_(temperature).softmax(1), table)
+        ctx.temperature = temperature
+        return kept
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        soft, table = ctx.saved_tensors
+        pull = (grads[0] @ table.T).mul_(soft)
+        return pull.addcmul_(soft, pull.sum(1, keepdim=True), value=-1).div_(ctx.temperature), None, None, None
+
+
+def _families(choices: Sequence[Choice]) -> tuple[Family, ...]:
+    grouped: dict[Pattern, list[Choice]] = {}
+    for choice in choices:
+        assert choice.pattern is not None
+        grouped.setdefault(choice.pattern, []).append(choice)
+    return tuple(
+        Family(pattern, tuple(c.name for c in members), tuple(c.layout for c in members if c.layout is not None))
+        for pattern, members in grouped.items()
+    )

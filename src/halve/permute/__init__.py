@@ -1,0 +1,1 @@
+"""Channel orders that keep a network's function."""

@@ -1,0 +1,245 @@
+"""Channel orders that keep a network's function and let blocks keep more of a score.
+
+The captured graph says which channels must move together; for each such set the order is searched that keeps most in
+all masked layers that read it. Codes still refer to the original checkpoint, through the order in each mask's layout.
+"""
+
+import dataclasses
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halve.batches import Forward, Progress
+from halve.errors import ModelError
+from halve.graph import Captured, capture
+from halve.masks.layout import Layout
+from halve.masks.moves import Moves, move_
+from halve.masks.pattern import Pattern
+from halve.modules import kind_of
+from halve.permute.equivalence import Sameness
+from halve.permute.search import best_order
+from halve.permute.trace.axes import Axis, Spans
+from halve.permute.trace.channels import Channels
+from halve.select.select import Choice
+
+SECONDS = 120.0
+_GENEROUS = 3.0  # times its share of the time that is left: most searches end sooner
+_SHORTEST = 0.5  # seconds: small sets of channels are searched in no time, and come first
+
+
+@dataclass(frozen=True)
+class Permutation:
+    """The outcome: the choices with their channel orders, the moves that go with them, and what was gained."""
+
+    choices: tuple[Choice, ...]
+    moves: Moves
+    summary: dict[str, Any]
+
+    def plain(self) -> dict[str, Any]:
+        """As JSON values, for the checkpoint of a run."""
+        numbers: dict[tuple[int, ...], int] = {}
+        layers = {
+            choice.name: numbers.setdefault(choice.layout.channel_order, len(numbers))
+            for choice in self.choices
+            if choice.layout is not None and choice.layout.channel_order is not None
+        }
+        moves = {
+            name: {str(dim): numbers.setdefault(order, len(numbers)) for dim, order in dims.items()}
+            for name, dims in self.moves.items()
+        }
+        return {"orders": list(map(list, numbers)), "layers": layers, "moves": moves, "summary": self.summary}
+
+    @classmethod
+    def restored(cls, choices: Sequence[Choice], plain: Mapping[str, Any]) -> "Permutation":
+        """What `plain` gave, for the same choices without their orders."""
+        orders = [tuple(order) for order in plain["orders"]]
+        layers = {name: orders[number] for name, number in plain["layers"].items()}
+        moves = {name: {int(d): orders[n] for d, n in dims.items()} for name, dims in plain["moves"].items()}
+        result = [
+            dataclasses.replace(c, layout=dataclasses.replace(c.layout, channel_order=layers[c.name]))
+            if c.layout is not None and c.name in layers
+            else c
+            for c in choices
+        ]
+        return cls(tuple(result), moves, dict(plain["summary"]))
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """A masked layer's scores of the channels of one axis: (rows, channels)."""
+
+    pattern: Pattern
+    scores: Tensor
+
+
+def permute(
+    model: nn.Module,
+    choices: Sequence[Choice],
+    scores: Mapping[str, Tensor],
+    example: Any,
+    *,
+    forward: Forward | None = None,
+    seconds: float = SECONDS,
+    seed: int = 0,
+    progress: Progress | None = None,
+) -> Permutation:
+    """Search for channel orders in which `scores` (of the weights' shapes, not negative) keep more.
+
+    Layers whose channels cannot move keep their order; the summary says why. Before anything is returned the model is
+    run with its channels moved, and must give the same outputs.
+    """
+    if not isinstance(seconds, int | float) or not seconds >= 0:
+        raise ModelError(f"permute_seconds={seconds!r}: a number of seconds, 0 or more")
+    started = time.monotonic()
+    captured = capture(model, example, forward)
+    same = Sameness(model, example, forward)
+    channels = Channels(captured)
+    names = _first_names(model)
+    inputs = {choice.name: _input_spans(model, choice, channels, names) for choice in choices}
+    readers, axes = _readers(choices, inputs, scores)
+    orders, kept = _search(readers, axes, started + seconds, seed, progress)
+    result = tuple(_with_order(choice, inputs[choice.name], orders) for choice in choices)
+    moves = moves_of(channels, orders)
+    move_(same.copy, moves)
+    same.check()
+    summary = {
+        "axes": len(orders),
+        "layers": sum(choice.layout.channel_order is not None for choice in result if choice.layout),
+        "fixed": {c.name: _why(c, inputs[c.name], captured) for c in result if c.layout and not c.layout.channel_order},
+        "not_whole": captured.reason,
+        "not_run": _not_run(model, channels, names) if moves else [],
+        "kept_before": kept[0],
+        "kept_after": kept[1],
+        "finished": kept[2],
+        "seconds": round(time.monotonic() - started, 1),
+    }
+    return Permutation(result, moves, summary)
+
+
+def _readers(
+    choices: Sequence[Choice], inputs: Mapping[str, Spans | None], scores: Mapping[str, Tensor]
+) -> tuple[dict[int, list[_Reader]], dict[int, Axis]]:
+    """For each axis the scores of the layers that read it in whole blocks."""
+    readers: dict[int, list[_Reader]] = {}
+    axes: dict[int, Axis] = {}
+    for choice in choices:
+        spans, layout, pattern = inputs[choice.name], choice.layout, choice.pattern
+        if spans is None or layout is None or pattern is None:
+            continue
+        table = _relative(layout, scores[choice.name])
+        at = 0
+        for axis, repeat in spans:
+            whole = repeat == 1 and at % pattern.size == 0 and axis.size % pattern.size == 0
+            if whole and axis.pinned is None and axis.size > pattern.size:
+                axes[id(axis)] = axis
+                readers.setdefault(id(axis), []).append(_Reader(pattern, table[:, at : at + axis.size]))
+            at += axis.size * repeat
+    return readers, axes
+
+
+def _relative(layout: Layout, scores: Tensor) -> Tensor:
+    """(rows x positions, channels), over their mean: no layer counts more because its numbers are larger."""
+    plain = dataclasses.replace(layout, channel_order=None, pad=False, block=1)
+    table = plain.to_blocks(scores.double()).reshape(-1, layout.channels)
+    table = table / table.abs().max().clamp(min=1e-300)
+    table = table - table.min().clamp(max=0)
+    return (table / table.mean().clamp(min=1e-30)).float()
+
+
+def _search(
+    readers: Mapping[int, list[_Reader]],
+    axes: Mapping[int, Axis],
+    deadline: float,
+    seed: int,
+    progress: Progress | None,
+) -> tuple[dict[int, tuple[int, ...]], tuple[float, float, bool]]:
+    """The order of each axis, and the mean share of the score that is kept before, after, and whether time sufficed."""
+    costs = {key: axes[key].size ** 2 * sum(len(r.scores) for r in found) for key, found in readers.items()}
+    before = after = weight = 0.0
+    finished = True
+    orders = {}
+    track = progress or (lambda items, _: items)
+    left = sum(costs.values())
+    for key in track(sorted(readers, key=lambda key: costs[key]), "channel orders"):
+        pattern = readers[key][0].pattern
+        together = torch.cat([reader.scores for reader in readers[key] if reader.pattern == pattern])
+        rest = deadline - time.monotonic()
+        share = min(rest, max(_SHORTEST, rest * _GENEROUS * costs[key] / left))
+        found = best_order(together, pattern, seconds=share, seed=seed)
+        left -= costs[key]
+        total = float(together.sum())
+        before, after, weight = before + found.kept_before * total, after + found.kept_after * total, weight + total
+        finished = finished and found.finished
+        if found.kept_after > found.kept_before:
+            orders[key] = tuple(found.order.tolist())
+    return orders, (before / max(weight, 1e-30), after / max(weight, 1e-30), finished)
+
+
+def _with_order(choice: Choice, spans: Spans | None, orders: Mapping[int, tuple[int, ...]]) -> Choice:
+    order = None if spans is None else _order_along(spans, orders)
+    if order is None or choice.layout is None:
+        return choice
+    return dataclasses.replace(choice, layout=dataclasses.replace(choice.layout, channel_order=order))
+
+
+def _order_along(spans: Spans, orders: Mapping[int, tuple[int, ...]]) -> tuple[int, ...] | None:
+    """The order of a whole dimension; None where nothing moves along it."""
+    if not any(id(span.axis) in orders for span in spans):
+        return None
+    result: list[int] = []
+    for axis, repeat in spans:
+        at = len(result)
+        channels = orders.get(id(axis), range(axis.size))
+        result.extend(at + channel * repeat + pixel for channel in channels for pixel in range(repeat))
+    return tuple(result)
+
+
+def moves_of(channels: Channels, orders: Mapping[int, tuple[int, ...]]) -> Moves:
+    """What moves when these axes take these orders; keys are the axes' ids."""
+    known: dict[tuple[int, ...], tuple[int, ...]] = {}  # equal orders become one object
+    moves: dict[str, dict[int, tuple[int, ...]]] = {}
+    for (tensor, dim), spans in channels.items():
+        order = _order_along(spans, orders)
+        if order is not None:
+            moves.setdefault(tensor, {})[dim] = known.setdefault(order, order)
+    return moves
+
+
+def _input_spans(model: nn.Module, choice: Choice, channels: Channels, names: Mapping[int, str]) -> Spans | None:
+    weight = model.get_submodule(choice.name)._parameters.get("weight")
+    layout = choice.layout
+    if weight is None or layout is None or layout.groups > 1 or layout.order != "channels":
+        return None
+    return channels.along(names[id(weight)], 0 if layout.kind == "conv_transpose" else 1)
+
+
+def _why(choice: Choice, spans: Spans | None, captured: Captured) -> str:
+    """Why the channels that a layer reads stay in their order."""
+    layout = choice.layout
+    assert layout is not None
+    if layout.order == "flat":
+        return "its blocks do not run along channels"
+    if layout.groups > 1:
+        return "it is a grouped convolution"
+    if spans is None:
+        return captured.left.get(choice.name, "its weight is computed, or not in the captured graph")
+    if all(span.axis.pinned for span in spans):
+        return next(str(span.axis.pinned) for span in spans)
+    if any(span.repeat > 1 for span in spans):
+        return "several of its weights in a row belong to one channel"
+    return "no order that keeps more was found"
+
+
+def _not_run(model: nn.Module, channels: Channels, names: Mapping[int, str]) -> list[str]:
+    """Layers that the graph does not hold, such as auxiliary heads: in training they would read moved channels."""
+    known = {tensor for (tensor, _), _ in channels.items()}
+    layers = [(name, module._parameters.get("weight")) for name, module in model.named_modules() if kind_of(module)]
+    return [name for name, weight in layers if weight is not None and names[id(weight)] not in known]
+
+
+def _first_names(model: nn.Module) -> dict[int, str]:
+    return {id(tensor): name for name, tensor in reversed(list(model.named_parameters(remove_duplicate=False)))}

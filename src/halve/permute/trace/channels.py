@@ -1,0 +1,74 @@
+"""Where each channel goes: which dimensions of which weights must be reordered together so that nothing changes.
+
+The captured graph is walked once. Operations that treat channels alike pass them on, others tie them together, and
+whatever is not understood pins them.
+"""
+
+from typing import Any
+
+from torch import Tensor
+from torch.fx import Node
+
+from halve.graph import Captured, Part
+from halve.permute.trace import layers, operations
+from halve.permute.trace.axes import Spans, resolved
+from halve.permute.trace.values import Values
+
+_RULES = layers.RULES | operations.RULES
+_TAKE_WEIGHTS = {*layers.RULES.values(), operations.pointwise}  # they say themselves what becomes of a weight
+
+
+class Channels:
+    """The axes along the dimensions of a model's parameters and buffers.
+
+    >>> import torch
+    >>> from torch import nn
+    >>> from halve.graph import capture
+    >>> net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 3))
+    >>> channels = Channels(capture(net, torch.zeros(2, 3, 8, 8)))
+    >>> channels.along("1.running_mean", 0) == channels.along("3.weight", 1) == channels.along("0.weight", 0)
+    True
+    >>> channels.along("3.weight", 0)[0].axis.pinned
+    'it is an output of the model'
+    """
+
+    def __init__(self, captured: Captured) -> None:
+        self._dims: dict[tuple[str, int], Spans] = {}
+        for part in captured.parts:
+            _walk(part, self._dims)
+
+    def along(self, tensor: str, dim: int) -> Spans | None:
+        """The spans along one dimension of a parameter or buffer; None where nothing is known of it."""
+        spans = self._dims.get((tensor, dim))
+        return None if spans is None else resolved(spans)
+
+    def items(self) -> list[tuple[tuple[str, int], Spans]]:
+        """((tensor, dimension), spans) of everything that has channels."""
+        return [(key, resolved(spans)) for key, spans in self._dims.items()]
+
+
+def _walk(part: Part, dims: dict[tuple[str, int], Spans]) -> None:
+    values = Values(part, dims)
+    for node in part.graph.nodes:
+        if node.op == "call_function":
+            values.labels[node] = _result(values, node)
+        elif node.op == "output":
+            values.pin(node.all_input_nodes, f"it is an output of {part.name or 'the model'}")
+
+
+def _result(values: Values, node: Node) -> Any:
+    packet = getattr(node.target, "overloadpacket", None)
+    name = packet.__name__ if packet is not None else getattr(node.target, "__name__", "")
+    if name == "getitem":
+        source = values.labels.get(node.args[0])  # type: ignore[arg-type]
+        return source[node.args[1]] if isinstance(source, list) else None  # type: ignore[index]
+    if not isinstance(node.meta.get("val"), Tensor | tuple | list):
+        return None  # a size, for one, says nothing of channels
+    rule = _RULES.get(name) or _RULES.get(name.removesuffix("_"))
+    if rule is not None:
+        if rule not in _TAKE_WEIGHTS:
+            whole = [x for x in node.all_input_nodes if values.is_weight(x) and values.label(x) is None]
+            values.pin(whole, f"{name} reads it apart from its layer")
+        return rule(values, node)
+    values.pin(node.all_input_nodes, f"{name} is not known to treat channels alike")
+    return None

@@ -1,0 +1,1 @@
+"""Masks in one shot, from scores."""

@@ -1,0 +1,84 @@
+"""BatchNorm statistics that fit a masked model."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from halve.batches import Forward, Progress, count_of, iterate, run
+from halve.errors import DataError, ModelError
+from halve.masks.apply import Changed, apply
+from halve.masks.mask import MaskSet
+from halve.modules import clone
+
+
+def recalibrate(
+    model: nn.Module,
+    masks: MaskSet,
+    data: Any,
+    *,
+    forward: Forward | None = None,
+    progress: Progress | None = None,
+    changed: Changed = "warn",
+) -> MaskSet:
+    """The same masks, with BatchNorm statistics corrected for what the masks shift, measured on `data` (no labels).
+
+    Both the dense and the masked model run over the same images with batch statistics; the difference between the two
+    is put on the statistics that the model came with: means move by it, variances scale by the ratio. So a mask that
+    changes nothing changes no statistics, and images that are not quite like the training images (other crops, no
+    augmentation) do no harm. A few thousand images in batches of 64 or more are enough.
+
+    The statistics travel with the masks and are put on by `apply`; the model stays as it is.
+
+    >>> import halve
+    >>> model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 36, 2)).eval()
+    >>> masks = halve.recalibrate(model, halve.prune(model), torch.randn(256, 4, 8, 8))
+    >>> sorted(masks.statistics)
+    ['1.running_mean', '1.running_var']
+    """
+    sparse = apply(model, MaskSet(masks), changed=changed)
+    dense = clone(model)
+    norms, before = _measuring_(sparse), _measuring_(dense)
+    if not norms:
+        raise ModelError(f"{type(model).__name__} has no BatchNorm with running statistics: nothing to recalibrate")
+    original = dict(model.named_buffers(remove_duplicate=False))
+    images = 0
+    with torch.no_grad():
+        for batch in iterate(data, progress, "BatchNorm statistics"):
+            output = run(sparse, batch, forward)
+            run(dense, batch, forward)
+            images += count_of(batch, output, forward)
+    statistics: dict[str, Tensor] = {}
+    for name, norm in norms.items():
+        if int(norm.num_batches_tracked or 0) == 0:
+            continue  # this layer does not run at inference, such as an auxiliary classifier
+        mean, variance = original[f"{name}.running_mean"], original[f"{name}.running_var"]
+        shift = _of(norm, "running_mean") - _of(before[name], "running_mean")
+        eps = norm.eps
+        ratio = (_of(norm, "running_var") + eps) / (_of(before[name], "running_var") + eps)
+        statistics[f"{name}.running_mean"] = mean + shift
+        statistics[f"{name}.running_var"] = (variance + (variance + eps) * (ratio - 1)).clamp(min=0)
+        if not all(bool(statistics[f"{name}.{key}"].isfinite().all()) for key in ("running_mean", "running_var")):
+            raise DataError(f"layer {name} gets NaN or infinite inputs: check the images and their normalisation")
+    return masks.with_statistics(statistics).with_recipe(recalibrated_on_images=images)
+
+
+def _measuring_(copy: nn.Module) -> dict[str, _BatchNorm]:
+    """Set every BatchNorm of a copy to normalise with, and average, the statistics of each batch."""
+    copy.eval()
+    norms = {
+        name: module
+        for name, module in copy.named_modules()
+        if isinstance(module, _BatchNorm) and module.running_mean is not None
+    }
+    for norm in norms.values():
+        norm.reset_running_stats()
+        norm.momentum = None  # the plain average over all batches
+        norm.train()
+    return norms
+
+
+def _of(norm: nn.Module, key: str) -> Tensor:
+    value: Tensor = getattr(norm, key)
+    return value

@@ -1,0 +1,1 @@
+"""Which layers are masked, and why not the others."""

@@ -1,0 +1,88 @@
+"""Find the classifier head: the last Linear or 1x1 convolution whose output is the model's output.
+
+The forward pass is traced symbolically, which needs no example; from each output the way back is followed through
+operations without weights (pooling, flatten, softmax, interpolation ...). Where a model cannot be traced, the last such
+layer counts if no other module with weights is registered after it.
+"""
+
+import operator
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch.fx
+from torch import nn
+
+from halve.graph import TRACING
+from halve.modules import clone, kind_of
+
+_RESHAPING = "flatten view reshape squeeze unsqueeze permute transpose contiguous float mean sum"
+_WEIGHTLESS = "softmax log_softmax sigmoid relu dropout interpolate adaptive_avg_pool2d avg_pool2d"
+_PASSING = {*_RESHAPING.split(), *_WEIGHTLESS.split()}
+
+
+def find_heads(model: nn.Module) -> set[str]:
+    """Names of the layers that are heads; several when the model has several outputs.
+
+    >>> find_heads(nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2)))
+    {'3'}
+    >>> find_heads(nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8)))
+    set()
+    """
+    copy = clone(model).eval()
+    try:
+        with TRACING, warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the model's own forward, which the user has seen before
+            graph = _Tracer().trace(copy)
+    except Exception:  # tracing runs the model's own Python on stand-ins, which may raise anything
+        return _last_registered(copy)
+    modules = dict(copy.named_modules())
+    results = [node for node in graph.nodes if node.op == "output"]
+    return {head for result in results for node in result.all_input_nodes for head in _back_from(node, modules)}
+
+
+class _Tracer(torch.fx.Tracer):
+    def __init__(self) -> None:
+        super().__init__()
+        self._thread = threading.get_ident()
+
+    def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
+        if threading.get_ident() != self._thread:  # another thread's model, which tracing here must not change
+            return forward(*args, **kwargs)
+        return super().call_module(m, forward, args, kwargs)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return kind_of(m) is not None or super().is_leaf_module(m, module_qualified_name)
+
+
+def _back_from(node: torch.fx.Node, modules: dict[str, nn.Module]) -> set[str]:
+    while True:
+        if node.op == "call_module":
+            module = modules[str(node.target)]
+            if kind_of(module) is not None:
+                return {str(node.target)} if _may_be_head(module) else set()
+            passing = next(module.parameters(), None) is None
+        else:
+            passing = node.op in ("call_function", "call_method") and (
+                node.target is operator.getitem or getattr(node.target, "__name__", node.target) in _PASSING
+            )
+        if node.op == "call_function" and node.target in (operator.add, operator.iadd, torch.add):
+            branches = [_back_from(source, modules) for source in node.all_input_nodes]
+            return set().union(*branches) if all(branches) else set()  # a sum of heads, not a residual connection
+        source: Any = node.args[0] if node.args else None
+        if not passing or not isinstance(source, torch.fx.Node):
+            return set()
+        node = source
+
+
+def _last_registered(model: nn.Module) -> set[str]:
+    weighted = [(n, m) for n, m in model.named_modules() if any(p is not None for p in m._parameters.values())]
+    if not weighted or not _may_be_head(weighted[-1][1]):
+        return set()
+    return {weighted[-1][0]}
+
+
+def _may_be_head(module: nn.Module) -> bool:
+    kind = kind_of(module)
+    return kind == "linear" or (kind == "conv" and set(module.kernel_size) == {1})  # type: ignore[arg-type]

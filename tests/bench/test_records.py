@@ -1,0 +1,38 @@
+import json
+
+import torch
+
+from halve.bench.measure import Measurement
+from halve.bench.records import OPTIONAL, layer_records, records
+from halve.engine.plan import Entry
+
+KEYS = {"network", "batch", "dtype", "hardware", "versions", "date", "system", "median_ms", "p10_ms", "p90_ms"}
+
+
+def test_records_hold_all_that_is_needed_and_leave_out_what_is_unknown():
+    found = [Measurement(1, "eager", 1.0, 0.9, 1.1), Measurement(1, "best_dense", error="needs a CUDA GPU")]
+    written = json.loads(json.dumps(records(found, "net", torch.float32, torch.device("cpu"))))
+    assert set(written[0]) == KEYS | {"images_per_second"}
+    assert set(written[1]) == KEYS | {"error"}
+    assert set(OPTIONAL) >= {key for record in written for key in set(record) - KEYS}
+    assert written[0]["dtype"] == "float32"
+    assert written[1]["median_ms"] is None
+    assert layer_records(found, "net", torch.float32, torch.device("cpu")) == []
+
+
+def test_layer_records_hold_the_plan():
+    entry = Entry("conv1", "4>8 3x3 at 1 x 8 x 8", "sparse 64x64", 0.1, 0.2, 0.15, 0.1, "fastest")
+    measured = [Measurement(1, "halve", 1.0, 1.0, 1.0, plan=(entry,))]
+    [record] = layer_records(measured, "net", torch.float32, torch.device("cpu"))
+    assert list(record) == [
+        *("network", "batch", "dtype", "hardware", "versions", "date"),
+        "layer",
+        "shape",
+        "kernel",
+        "time_ms",
+        "dense_ms",
+        "twin_ms",
+        "sparse_ms",
+        "reason",
+    ]
+    assert record["kernel"] == "sparse 64x64"

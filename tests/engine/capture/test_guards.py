@@ -1,0 +1,41 @@
+import pytest
+import torch
+
+from halve.engine.capture.guards import Guards, misfit
+from tests.tiny import images
+
+
+@pytest.mark.parametrize(
+    ("condition", "holds"),
+    [
+        ("L['x'].size()[0] == 5 or L['x'].size()[1] == 4", True),
+        ("L['x'].size()[0] == 5 or L['x'].size()[1] == 3", False),
+        ("not L['x'].size()[0] == 2", False),
+        ("L['x'].size()[0] != 1", True),
+        ("L['x'].size()[0] == 3 and L['x'].size()[1] != 1", False),
+        ("__import__('os').getpid() > 0", False),
+    ],
+)
+def test_conditions_are_read_and_never_run(condition, holds):
+    assert (Guards(("x",), (condition,)).broken((images(2),)) is None) == holds
+
+
+def test_several_inputs_are_named_and_the_rest_is_taken_by_a_star():
+    guards = Guards(("x", "*rest"), ("L['x'].size()[0] == L['rest'][1].size()[0]",))
+    assert guards.broken((torch.zeros(2), torch.zeros(5), torch.zeros(2))) is None
+    assert guards.broken((torch.zeros(2), torch.zeros(2), torch.zeros(5))) is not None
+
+
+@pytest.mark.parametrize(
+    ("shape", "fits"),
+    [((3, 4), True), ((2, 4), True), ((1, 4), False), ((3, 5), False), ((3, 4, 1), False), ((3,), False)],
+)
+def test_sizes_lie_between_limits(shape, fits):
+    assert (misfit(torch.zeros(shape), ((2, None), (4, 4))) is None) == fits
+
+
+def test_what_was_captured_is_told():
+    assert (
+        misfit(torch.zeros(1, 5), ((2, None), (4, 4)))
+        == "shape (1, 5) where the network was captured for (2 or more, 4)"
+    )

@@ -1,0 +1,112 @@
+import subprocess
+import sys
+
+import pytest
+
+from halve.engine.kernels.cuda import jit
+from halve.errors import EngineError
+
+pytestmark = pytest.mark.skipif(jit.available() is not None, reason=str(jit.available()))
+ARCHITECTURES = ("sm_80", "sm_90a", "sm_120")
+
+# One 16x8x32 sparse product: the instruction that the engine's first kernel is built on
+SPARSE = r"""
+extern "C" __global__ void product(const unsigned* a, const unsigned* b, const unsigned* e, float* d) {
+    float c[4] = {0, 0, 0, 0};
+    const int lane = threadIdx.x;
+    asm volatile(
+        "mma.sp::ordered_metadata.sync.aligned.m16n8k32.row.col.f32.f16.f16.f32 "
+        "{%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9,%10,%11}, {%0,%1,%2,%3}, %12, 0x0;\n"
+        : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+        : "r"(a[4 * lane]), "r"(a[4 * lane + 1]), "r"(a[4 * lane + 2]), "r"(a[4 * lane + 3]),
+          "r"(b[4 * lane]), "r"(b[4 * lane + 1]), "r"(b[4 * lane + 2]), "r"(b[4 * lane + 3]), "r"(e[lane]));
+    for (int i = 0; i < 4; ++i) d[4 * lane + i] = c[i];
+}
+"""
+NOTHING = 'extern "C" __global__ void nothing() {}'
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HALVE_CACHE", str(tmp_path / "kernels"))
+    return tmp_path / "kernels"
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_sparse_products_compile_for_every_architecture(architecture):
+    code = jit.cubin(SPARSE, architecture)
+    assert code.startswith(b"\x7fELF")
+    assert b"product" in code
+
+
+def test_what_was_compiled_is_kept_and_used_again(folder, monkeypatch):
+    first = jit.cubin(NOTHING, "sm_80")
+    monkeypatch.setattr(jit, "_compiled", None)  # nobody compiles
+    assert jit.cubin(NOTHING, "sm_80") == first
+    assert [path.suffix for path in folder.iterdir()] == [".cubin"]
+
+
+def test_source_architecture_and_options_have_files_of_their_own(folder):
+    jit.cubin(NOTHING, "sm_80")
+    jit.cubin(NOTHING, "sm_90a")
+    jit.cubin(NOTHING + " ", "sm_80")
+    jit.cubin(NOTHING, "sm_80", ["-DSIZE=1"])
+    assert len(list(folder.iterdir())) == 4
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda x: b"", lambda x: b"\x00" * 100, lambda x: x[: len(x) // 2], lambda x: x[:-1] + b"\x01"]
+)
+def test_a_damaged_file_is_compiled_anew(folder, damage):
+    code = jit.cubin(NOTHING, "sm_80")
+    (path,) = folder.iterdir()
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
+    assert jit.cubin(NOTHING, "sm_80") == code
+    assert path.read_bytes() == whole
+
+
+def test_without_a_home_kernels_are_kept_in_the_temporary_folder(monkeypatch, tmp_path):
+    def homeless():
+        raise RuntimeError("Could not determine home directory.")
+
+    for name in ("HALVE_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(jit.Path, "home", homeless)
+    monkeypatch.setattr(jit.tempfile, "gettempdir", lambda: str(tmp_path))
+    assert tmp_path in jit.folder().parents
+
+
+def test_a_folder_that_cannot_be_written_costs_nothing_but_time(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("no folder")
+    monkeypatch.setenv("HALVE_CACHE", str(tmp_path / "file" / "kernels"))
+    assert jit.cubin(NOTHING, "sm_80").startswith(b"\x7fELF")
+
+
+def test_the_compilers_words_are_in_the_error():
+    with pytest.raises(EngineError, match=r"does not compile for sm_80: .*identifier \"nonsense\" is undefined"):
+        jit.cubin('extern "C" __global__ void f() { nonsense(); }', "sm_80")
+    with pytest.raises(EngineError, match="does not compile for sm_1"):
+        jit.cubin(NOTHING, "sm_1")
+
+
+def test_several_processes_may_compile_the_same_at_once(folder):
+    code = f"from halve.engine.kernels.cuda import jit; print(len(jit.cubin({NOTHING!r}, 'sm_80')))"
+    runs = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    sizes = {run.communicate()[0].strip() for run in runs}
+    assert sizes == {str(len(jit.cubin(NOTHING, "sm_80")))}
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_without_a_compiler_there_is_a_reason(monkeypatch):
+    jit._library.cache_clear()
+    monkeypatch.setattr(jit.ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
+    try:
+        assert "no NVRTC" in jit.available()
+        with pytest.raises(EngineError, match="no NVRTC"):
+            jit.cubin(NOTHING, "sm_80")
+    finally:
+        monkeypatch.undo()
+        jit._library.cache_clear()
+    assert jit.available() is None
+    assert jit.version() >= (12, 0)

@@ -1,0 +1,338 @@
+import json
+
+import pytest
+import torch
+from accelerate.tracking import GeneralTracker
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import halve
+from halve.errors import DataError, LearningError, LearningWarning, ModelError
+from halve.learn.loop import Report
+from halve.masks.layout import plain
+from halve.sources.digits import digits, train_digits
+from tests.tiny import convnet, images, labels, loader
+from tests.untouched import untouched
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """A small network that knows its digits, some of them to learn from and some to judge by."""
+    model = train_digits(epochs=3)
+    return model, digits("train").tensors[0][:512], digits("test").tensors
+
+
+def batches(x):
+    return DataLoader(TensorDataset(x), 32, shuffle=True, generator=torch.Generator().manual_seed(0))
+
+
+@pytest.mark.parametrize("options", [{}, {"precision": "bfloat16", "match": "outputs"}], ids=["defaults", "bf16"])
+def test_learned_masks_beat_magnitude_by_far_and_the_loss_falls(trained, options):
+    model, x, test = trained
+    losses = []
+    with untouched(model):
+        masks = halve.learn(
+            model,
+            batches(x),
+            steps=60,
+            report=lambda r: losses.append(r.loss) if isinstance(r, Report) else None,
+            **options,
+        )
+    learned, magnitude = (halve.evaluate(model, m, [test]) for m in (masks, halve.prune(model)))
+    assert learned.agreement > 0.8
+    assert learned.agreement > magnitude.agreement + 0.3
+    assert learned.kl < magnitude.kl / 5
+    assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
+    assert halve.verify(model, masks).ok
+
+
+def test_labels_can_be_learned_from(trained):
+    model, _, test = trained
+    data = DataLoader(TensorDataset(*digits("train").tensors), 64)
+    masks = halve.learn(model, data, objective="task", steps=40)
+    assert halve.evaluate(model, masks, [test]).top1 > halve.evaluate(model, halve.prune(model), [test]).top1 + 0.3
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"pattern": "1:4"},
+        {"pattern": {"0": "1:2", "3": "2:8", "*": "2:4"}},
+        {"order": "flat"},
+        {"remainder": "pad", "pattern": "2:3", "also": "10"},
+        {"hard": False, "final": "sample", "schedule": "constant"},
+        {"temperature": (4.0, 0.5), "match": "features", "features": ["1", "4"]},
+        {"include": "3", "seed": 7},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_masks_are_legal_and_fit_the_model(options):
+    model = convnet()
+    with untouched(model):
+        masks = halve.learn(model, loader(), steps=6, **options)
+    selection = {k: v for k, v in options.items() if k in ("pattern", "order", "remainder", "also", "include")}
+    expected = halve.prune(model, **selection)
+    assert list(masks) == list(expected)
+    assert [(m.pattern, plain(m.layout), m.density) for m in masks.values()] == [
+        (m.pattern, m.layout, m.density) for m in expected.values()
+    ]
+    assert [m.fingerprint.dense for m in masks.values()] == [m.fingerprint.dense for m in expected.values()]
+    report = halve.verify(model, masks)
+    assert report.ok or options.get("order") == "flat"
+    assert json.loads(json.dumps(masks.recipe)) == masks.recipe
+
+
+def test_masks_are_saved_and_loaded_with_their_recipe(tmp_path):
+    masks = halve.learn(convnet(), loader(), steps=2, pattern="1:4", exclude=["8"])
+    read = halve.load(masks.save(tmp_path / "net.masks.safetensors"))
+    assert read == masks
+    assert read.recipe == masks.recipe
+    assert (read.recipe["method"], read.recipe["steps"], read.recipe["seed"]) == ("learn", 2, 0)
+    assert read.recipe["selection"] == {"pattern": "1:4", "exclude": ["8"]}
+    assert read.recipe["model"] == "torch.nn.modules.container.Sequential"
+
+
+def test_two_runs_are_equal_and_another_seed_differs():
+    state = torch.get_rng_state()
+    first = halve.learn(convnet(), loader(), steps=15)
+    torch.manual_seed(99)
+    again = halve.learn(convnet(), loader(), steps=15)
+    torch.set_rng_state(state)
+    one, other = (halve.learn(convnet(), loader(), steps=15, seed=seed, permute=False) for seed in (0, 1))
+    assert first == again
+    assert one.difference(other) > 0
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_the_model_stays_as_it_is_and_keeps_its_hooks(training):
+    model, calls = convnet().train(training), []
+    handle = model[0].register_forward_hook(lambda *_: calls.append("forward"))
+    model[8].register_forward_pre_hook(lambda *_: calls.append("pre"))
+    model(images(2)).sum().backward()
+    with untouched(model):
+        halve.learn(model, loader(), steps=3)
+    calls.clear()
+    model(images(2))
+    handle.remove()
+    model(images(2))
+    assert calls == ["forward", "pre", "pre"]
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("failure", [KeyError, MemoryError, SystemExit])
+def test_the_model_stays_as_it_is_when_something_raises(training, failure):
+    model = convnet().train(training)
+
+    def report(what):
+        if getattr(what, "step", 0) == 2:
+            raise failure
+
+    with untouched(model), pytest.raises(failure):
+        halve.learn(model, loader(), steps=3, report=report)
+    with untouched(model), pytest.raises(DataError, match=r"\(2, 3, 8, 8\)"):
+        halve.learn(model, [torch.zeros(2, 3, 8, 8)], steps=3)
+
+
+def test_in_train_mode_the_same_is_learned_as_in_eval_mode():
+    model = nn.Sequential(convnet(), nn.Dropout(0.5)).eval()
+    expected = halve.learn(model, loader(), steps=5)
+    assert halve.learn(model.train(), loader(), steps=5) == expected
+
+
+def test_one_image_is_enough_for_a_batch():
+    masks = halve.learn(convnet(), [images(1)], steps=3)
+    assert masks.recipe["steps_done"] == 3
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        images(6),
+        (images(6), labels(6)),
+        {"pixel_values": images(6)},
+        [{"data": images(6), "label": labels(6)[:, None]}],
+    ],
+    ids=["tensor", "tuple", "dict", "dali"],
+)
+def test_every_kind_of_batch_gives_the_same_masks(batch):
+    assert halve.learn(convnet(), [batch], steps=4) == halve.learn(convnet(), [images(6)], steps=4)
+
+
+def test_a_small_step_leaves_the_mask_that_it_starts_from():
+    model = convnet()
+    for score in ("random", "magnitude"):
+        start = halve.prune(model, score)
+        assert halve.learn(model, loader(), steps=2, lr=1e-6, start=start) == start
+    mixed = halve.prune(model, "random", pattern={"0": "1:4", "3": "3:7", "*": "1:2"}, remainder="pad", seed=3)
+    options = {"pattern": {"0": "1:4", "3": "3:7", "*": "1:2"}, "remainder": "pad"}
+    masks = halve.learn(model, loader(), steps=1, lr=1e-6, start=mixed, **options)
+    assert all(torch.equal(masks[name].kept(), mixed[name].kept()) for name in mixed)  # virtual places may differ
+
+
+@pytest.mark.parametrize("permute", [True, False])
+@pytest.mark.parametrize("score", ["magnitude", "random", "wanda"])
+def test_a_small_step_leaves_the_score_that_it_starts_from(score, permute):
+    model = convnet()
+    expected = halve.prune(model, score, images(), seed=4, permute=permute)
+    learned = halve.learn(model, images(), steps=1, lr=1e-6, start=score, seed=4, permute=permute)
+    assert learned == expected
+    assert learned.moves == expected.moves
+    assert learned.recipe["start"] == score
+
+
+def test_wanda_and_learning_can_both_run_over_a_loader():
+    masks = halve.learn(convnet(), loader(), steps=3, start="wanda")
+    assert masks == halve.learn(convnet(), loader(), steps=3, start="wanda")
+
+
+def test_the_random_start_of_the_paper_depends_on_the_seed():
+    first, again, other = (
+        halve.learn(convnet(), loader(), steps=1, lr=1e-6, start="glorot", seed=s) for s in (0, 0, 1)
+    )
+    assert first == again
+    assert first.difference(other) > 0.5
+    assert first.difference(halve.prune(convnet())) > 0.5
+
+
+def test_a_start_that_does_not_fit_is_refused_by_the_layers_name():
+    model = convnet()
+    for start in (
+        halve.prune(model, exclude="3"),
+        halve.prune(model, pattern={"3": "1:4", "*": "2:4"}),
+        halve.prune(model, order="flat", include=["0", "3"]),
+    ):
+        with untouched(model), pytest.raises(ModelError, match=r"start= has no 2:4 mask that fits layer \d"):
+            halve.learn(model, loader(), steps=1, start=start)
+    with pytest.raises(ModelError, match=r"unknown start 'magnitud'"):
+        halve.learn(model, loader(), steps=1, start="magnitud")
+
+
+def test_a_start_by_a_function_can_be_saved(tmp_path):
+    model, asked = convnet(), []
+
+    def score(name, w):
+        asked.append(name)
+        return w.abs()
+
+    options = {"steps": 1, "lr": 1e-6, "checkpoint": tmp_path / "run", "checkpoint_every": 0}
+    masks = halve.learn(model, loader(), start=score, **options)
+    assert asked == ["0", "3", "8"]  # once for each layer, whether or not orders are looked for
+    assert masks == halve.prune(model, score, permute=True, example=images())
+    masks.save(tmp_path / "net.masks.safetensors")
+
+
+class Collecting(GeneralTracker):
+    name = "collecting"
+    requires_logging_directory = False
+    main_process_only = True
+
+    def __init__(self):
+        super().__init__()
+        self.config, self.lines, self.finished = None, [], False
+
+    @property
+    def tracker(self):
+        return self
+
+    def store_init_configuration(self, values):
+        self.config = values
+
+    def log(self, values, step=None, **_):
+        self.lines.append((step, values))
+
+    def finish(self):
+        self.finished = True
+
+
+def test_a_tracker_of_accelerate_gets_settings_and_values():
+    tracker = Collecting()
+    masks = halve.learn(convnet(), loader(), steps=12, trackers=[tracker])
+    assert tracker.config["lr"] == 0.07
+    assert [step for step, _ in tracker.lines] == [10, 12]
+    assert all(values.keys() == {"loss", "entropy", "changed", "lr", "images_per_s"} for _, values in tracker.lines)
+    assert tracker.finished
+    assert masks == halve.learn(convnet(), loader(), steps=12)
+
+
+def test_a_tracker_is_finished_when_learning_fails():
+    tracker = Collecting()
+    with pytest.raises(halve.HalveError, match="NaN"):
+        halve.learn(convnet(), [images(4) * float("nan")], steps=3, trackers=[tracker])
+    assert tracker.finished
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"precision": "fp8"}, "precision='fp8'"),
+        ({"objective": "distil"}, "distill"),
+        ({"features": "layer9"}, "'layer9' matches no module"),
+        ({"pattern": "5:4"}, "5:4"),
+        ({"include": "nothing"}, "matches no layer"),
+        ({"kinds": ["conv_transpose"]}, "nothing to mask"),
+    ],
+)
+def test_mistakes_are_halves_own_errors_and_touch_nothing(options, message):
+    model = convnet()
+    with untouched(model), pytest.raises(halve.HalveError, match=message):
+        halve.learn(model, loader(), steps=1, **options)
+
+
+def test_weights_that_are_not_finite_are_named():
+    model = convnet()
+    with torch.no_grad():
+        model[3].weight[0, 0, 0, 0] = float("nan")
+    with pytest.raises(ModelError, match=r"layer 3 has 1 NaN"):
+        halve.learn(model, loader(), steps=1)
+
+
+def test_labels_that_are_missing_or_outside_are_data_errors():
+    with pytest.raises(DataError, match="needs labels"):
+        halve.learn(convnet(), [images(4)], objective="task", steps=1)
+    with pytest.raises(DataError, match="labels from 0 to 5, but the classifier has 5"):
+        halve.learn(convnet(), [(images(6), torch.arange(6))], objective="task", steps=1)
+
+
+def test_an_iterator_is_used_up_by_wanda():
+    with pytest.raises(DataError, match="used up before"):
+        halve.learn(convnet(), iter([images(4)]), start="wanda", steps=2)
+
+
+def test_learning_under_no_grad_works_all_the_same():
+    expected = halve.learn(convnet(), loader(), steps=2)
+    with torch.no_grad():
+        assert halve.learn(convnet(), loader(), steps=2) == expected
+
+
+def test_an_interrupted_run_without_a_checkpoint_says_how_it_could_be_resumed():
+    def report(what):
+        raise KeyboardInterrupt
+
+    with pytest.warns(LearningWarning, match=r"interrupted after 0 steps; with checkpoint=FILE"):
+        masks = halve.learn(convnet(), loader(), steps=2, report=report)
+    assert masks == halve.prune(convnet(), permute=True, example=images())
+
+
+def test_learning_works_in_inference_mode_and_on_images_made_in_it():
+    model, plain = convnet(), halve.learn(convnet(), [images()], steps=3)
+    with torch.inference_mode():
+        made = [images() + 0]
+        assert halve.learn(model, made, steps=3) == plain
+    assert halve.learn(model, made, steps=3) == plain
+
+
+@pytest.mark.parametrize("value", [lambda views: views.output.mean(1), lambda views: "low"], ids=["vector", "text"])
+def test_an_objective_that_gives_no_number_is_named(value):
+    with pytest.raises(LearningError, match="the objective gave a"):
+        halve.learn(convnet(), [images()], steps=3, objective=value)
+
+
+def test_the_typed_options_are_the_settings_and_those_of_select():
+    import dataclasses
+
+    from halve.learn.settings import LearnOptions, Settings
+    from halve.select.select import SelectOptions
+
+    fields = {field.name for field in dataclasses.fields(Settings)}
+    assert LearnOptions.__annotations__.keys() == fields | SelectOptions.__annotations__.keys()

@@ -1,0 +1,371 @@
+import itertools
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+import halve
+from halve.errors import DataError, FileError, LearningError, LearningWarning
+from halve.learn.loop import Report
+from halve.learn.probe import Estimate
+from halve.learn.run_state import FORMAT
+from halve.masks import storage
+from tests.tiny import convnet, images, labels, loader
+from tests.untouched import same_bits, untouched
+
+ROOT = Path(__file__).parents[2]
+
+
+def state_of(path):
+    """Header and tensors of a checkpoint."""
+    _, header, tensors = storage.read(path, [FORMAT])
+    return header, tensors
+
+
+def interrupting(step):
+    """A report that presses Ctrl-C after this step."""
+
+    def report(what):
+        if isinstance(what, Report) and what.step == step:
+            raise KeyboardInterrupt
+
+    return report
+
+
+def whole(path, **options):
+    """An uninterrupted run: masks and final state."""
+    masks = halve.learn(convnet(), loader(), checkpoint=path, checkpoint_every=0, **options)
+    return masks, state_of(path)
+
+
+def same_state(one, other):
+    assert (one[0]["step"], one[0]["batches"]) == (other[0]["step"], other[0]["batches"])
+    assert all(same_bits(one[1][name], other[1][name]) for name in ("logits", "exp_avg", "exp_avg_sq"))
+    return True
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_interrupted_and_resumed_is_the_same_as_uninterrupted_to_the_bit(tmp_path, accumulate):
+    options = {"steps": 14, "accumulate": accumulate, "weight_decay": 0.01, "temperature": (2.0, 0.5)}
+    expected, state = whole(tmp_path / "whole", **options)
+    path = tmp_path / "run"
+    with pytest.warns(LearningWarning, match=r"interrupted after 5 steps; resume=True goes on from .*run"):
+        part = halve.learn(convnet(), loader(), checkpoint=path, report=interrupting(5), **options)
+    assert part.recipe["steps_done"] == state_of(path)[0]["step"] == 5
+    assert part.recipe["ended"] == "interrupted"
+    assert halve.verify(convnet(), part).ok
+    masks = halve.learn(convnet(), loader(), checkpoint=path, checkpoint_every=0, resume=True, **options)
+    assert masks == expected
+    assert same_state(state_of(path), state)
+    assert masks.recipe["ended"] == "finished"
+
+
+@pytest.mark.parametrize("presses", [1, 2])
+@pytest.mark.parametrize("at", [0, 2, 7, 12])
+def test_ctrl_c_in_the_middle_of_a_step_loses_no_batch_even_if_pressed_twice(tmp_path, at, presses):
+    # Images of a forward of the user's own stay as they are; the structure is captured before the first step.
+    options = {"steps": 8, "augment": False, "permute": False}
+    expected, state = whole(tmp_path / "whole", **options)
+    count = itertools.count()
+
+    def forward(model, batch):
+        if next(count) == at:
+            for _ in range(presses):
+                signal.raise_signal(signal.SIGINT)
+        return model(batch[0])
+
+    path, handler = tmp_path / "run", signal.getsignal(signal.SIGINT)
+    with pytest.warns(LearningWarning, match="interrupted"):
+        halve.learn(convnet(), loader(), checkpoint=path, forward=forward, **options)
+    assert signal.getsignal(signal.SIGINT) is handler
+    masks = halve.learn(convnet(), loader(), checkpoint=path, checkpoint_every=0, resume=True, **options)
+    assert masks == expected
+    assert same_state(state_of(path), state)
+
+
+def test_a_run_can_be_interrupted_and_resumed_many_times(tmp_path):
+    expected, state = whole(tmp_path / "whole", steps=9)
+    path = tmp_path / "run"
+    for step in (1, 4, 7):
+        with pytest.warns(LearningWarning, match=f"after {step} steps"):
+            halve.learn(convnet(), loader(), checkpoint=path, resume=step > 1, report=interrupting(step), steps=9)
+    masks = halve.learn(convnet(), loader(), checkpoint=path, checkpoint_every=0, resume=True, steps=9)
+    assert masks == expected
+    assert same_state(state_of(path), state)
+
+
+def test_resuming_a_finished_run_gives_its_masks_at_once(tmp_path):
+    expected, _ = whole(tmp_path / "run", steps=6)
+    seen = []
+    again = halve.learn(convnet(), loader(), steps=6, checkpoint=tmp_path / "run", resume=True, report=seen.append)
+    assert again == expected
+    assert seen == []
+
+
+KILLED = """
+import sys, torch, halve
+from tests.tiny import convnet, loader
+torch.set_num_threads(int(sys.argv[2]))
+def report(what):
+    print(getattr(what, "step", 0) if hasattr(what, "loss") else 0, flush=True)
+halve.learn(convnet(), loader(), steps=2000, checkpoint=sys.argv[1], checkpoint_every=0, report=report)
+"""
+
+
+def test_a_killed_run_loses_at_most_one_interval_and_goes_on_to_the_same_bits(tmp_path):
+    script, path = tmp_path / "run.py", tmp_path / "run"
+    script.write_text(KILLED)
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, str(script), str(path), str(torch.get_num_threads())]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT) as process:
+        told = next(step for line in process.stdout if (step := int(line)) >= 8)
+        os.kill(process.pid, signal.SIGKILL)
+        last = max([told, *(int(line) for line in process.stdout if line.strip())])
+    assert process.returncode == -signal.SIGKILL
+    saved = state_of(path)[0]["step"]
+    assert saved >= last - 1
+    stop = saved + 6
+    with pytest.warns(LearningWarning, match=f"after {stop} steps"):
+        resumed = halve.learn(convnet(), loader(), steps=2000, checkpoint=path, resume=True, report=interrupting(stop))
+    with pytest.warns(LearningWarning, match=f"after {stop} steps"):
+        expected = halve.learn(
+            convnet(), loader(), steps=2000, checkpoint=tmp_path / "whole", report=interrupting(stop)
+        )
+    assert resumed == expected
+    assert same_state(state_of(path), state_of(tmp_path / "whole"))
+
+
+def test_an_iterator_can_be_resumed_with_a_warning_that_its_order_is_lost(tmp_path):
+    path = tmp_path / "run"
+    with pytest.warns(LearningWarning, match="interrupted"):
+        halve.learn(convnet(), iter(loader()), steps=4, checkpoint=path, report=interrupting(2))
+    with pytest.warns(LearningWarning, match="its order is lost"):
+        masks = halve.learn(convnet(), iter(loader()), steps=4, checkpoint=path, resume=True)
+    assert masks.recipe["steps_done"] == 4
+
+
+def test_resuming_without_a_file_is_a_file_error(tmp_path):
+    with pytest.raises(FileError, match="needs checkpoint="):
+        halve.learn(convnet(), loader(), steps=2, resume=True)
+    with pytest.raises(FileError, match="no such file"):
+        halve.learn(convnet(), loader(), steps=2, resume=True, checkpoint=tmp_path / "none")
+
+
+def test_resuming_with_data_that_is_empty_now_is_a_data_error(tmp_path):
+    whole(tmp_path / "run", steps=2)
+    with pytest.raises(DataError, match="no batch"):
+        halve.learn(convnet(), [], steps=2, checkpoint=tmp_path / "run", resume=True)
+
+
+def test_data_that_runs_dry_gives_masks_and_a_warning(tmp_path):
+    with pytest.warns(LearningWarning, match=r"ran dry after 4 steps; .*DataLoader"):
+        masks = halve.learn(convnet(), iter(loader()), steps=9, checkpoint=tmp_path / "run")
+    assert (masks.recipe["ended"], masks.recipe["steps_done"]) == ("ran dry", 4)
+    assert state_of(tmp_path / "run")[0]["step"] == 4
+    assert halve.verify(convnet(), masks).ok
+
+
+@pytest.mark.parametrize("data", [[], iter(()), torch.zeros(0, 4, 8, 8)], ids=["list", "iterator", "tensor"])
+def test_empty_data_is_a_data_error(data):
+    model = convnet()
+    with untouched(model), pytest.raises(DataError):
+        halve.learn(model, data, steps=3)
+
+
+def test_a_loss_that_is_not_finite_ends_with_the_layer_and_what_was_learned(tmp_path):
+    bad = images(6)
+    bad[2, 1, 3, 3] = float("nan")
+    model, path = convnet(), tmp_path / "run"
+    good = [images(6, seed=i) for i in range(3)]
+    with untouched(model), pytest.raises(LearningError, match=r"by step 4, first in layer 0; .*lower lr=") as error:
+        halve.learn(model, [*good, bad], steps=9, checkpoint=path)
+    masks = error.value.masks
+    assert masks.recipe["ended"] == "not finite"
+    assert halve.verify(model, masks).ok
+    header, tensors = state_of(path)
+    assert header["step"] == 4
+    assert all(tensor.isfinite().all() for tensor in tensors.values())
+
+
+def test_an_infinite_activation_is_blamed_on_its_layer():
+    class Overflow(nn.Module):
+        def forward(self, x):
+            return torch.exp(x.abs() * 1e4)
+
+    model = convnet()
+    model[5] = Overflow()
+    with pytest.raises(LearningError, match="first in layer 5"):
+        halve.learn(model, [images(6)], steps=3)
+
+
+def test_the_batch_with_the_bad_values_is_the_one_that_is_looked_into():
+    bad = images(6)
+    bad[0] = float("nan")
+    with pytest.raises(LearningError, match="first in layer 0"):
+        halve.learn(convnet(), [bad, images(6)], steps=3, accumulate=2)
+
+
+def test_a_bad_objective_is_blamed_itself():
+    with pytest.raises(LearningError, match="in the objective itself"):
+        halve.learn(convnet(), [images(6)], steps=3, objective=lambda v: v.output.sum() * float("nan"))
+
+
+def test_the_budget_in_epochs_counts_batches_and_accumulation():
+    for options, steps in (
+        ({"epochs": 2}, 8),
+        ({"epochs": 0.5}, 2),
+        ({"epochs": 3, "accumulate": 2}, 6),
+        ({"epochs": 0.01}, 1),
+    ):
+        assert halve.learn(convnet(), loader(), **options).recipe["steps_done"] == steps
+    with pytest.raises(DataError, match=r"epochs= needs data with a length.*steps= or minutes="):
+        halve.learn(convnet(), (batch for batch in loader()), epochs=1)
+
+
+def test_the_budget_in_minutes_is_kept():
+    seen = []
+    masks = halve.learn(convnet(), loader(), minutes=0.02, report=seen.append)
+    assert 1.2 <= masks.recipe["seconds"] < 2.5
+    assert masks.recipe["steps_done"] == len(seen) - 1 > 5
+    assert {report.steps for report in seen} == {None}
+    assert seen[-1].lr < 0.01 < 0.04 < seen[1].lr
+    assert seen[-1].noise == 0 < 0.9 < seen[1].noise
+    assert seen[1].seconds_left > seen[-1].seconds_left >= 0
+
+
+def test_time_that_was_spent_before_counts_when_resumed(tmp_path):
+    path = tmp_path / "run"
+    halve.learn(convnet(), loader(), minutes=0.01, checkpoint=path, checkpoint_every=0)
+    seconds = state_of(path)[0]["seconds"]
+    again = halve.learn(convnet(), loader(), minutes=0.01, checkpoint=path, resume=True)
+    assert 0.5 < seconds <= again.recipe["seconds"] + 0.1 < 1.5
+
+
+def test_accumulated_batches_count_as_one_step():
+    seen = []
+    masks = halve.learn(convnet(), loader(), steps=3, accumulate=4, report=seen.append)
+    assert masks.recipe["steps_done"] == 3
+    assert [report.step for report in seen[1:]] == [1, 2, 3]
+
+
+def test_the_loss_of_accumulated_batches_is_their_mean():
+    seen = {1: [], 2: []}
+    for accumulate, found in seen.items():
+        halve.learn(
+            convnet(),
+            [images(4, seed=1), images(4, seed=2)],
+            objective=lambda v: 0 * v.output.sum() + v.dense_output.square().mean(),
+            steps=2 // accumulate,
+            accumulate=accumulate,
+            report=lambda r, found=found: found.append(r.loss) if isinstance(r, Report) else None,
+        )
+    assert seen[2][0] == pytest.approx(sum(seen[1]) / 2)
+
+
+def test_a_report_comes_after_each_step_and_the_estimate_before():
+    seen = []
+    halve.learn(convnet(), loader(), steps=12, temperature=(2.0, 1.0), report=seen.append)
+    assert [type(what) for what in seen] == [Estimate, *[Report] * 12]
+    reports = seen[1:]
+    assert [report.step for report in reports] == list(range(1, 13))
+    assert {report.steps for report in reports} == {12}
+    assert all(0 <= report.entropy <= 1 and 0 <= report.changed <= 1 for report in reports)
+    assert all(report.images_per_s > 0 and report.loss > 0 for report in reports)
+    assert reports[0].lr == 0.07
+    assert reports[0].temperature == 2.0
+    assert reports[0].seconds < reports[-1].seconds
+    assert reports[-1].seconds_left == 0
+
+
+def test_the_rate_of_the_papers_schedule_falls_with_the_first_batch_of_the_fourth_epoch():
+    seen = []
+    halve.learn(convnet(), [images(4)] * 2, steps=9, schedule="paper", report=seen.append)
+    assert [report.lr for report in seen[1:]] == pytest.approx([0.07] * 6 + [0.007] * 3)
+
+
+def test_the_log_has_lines_of_json_and_goes_on_when_resumed(tmp_path):
+    log, path = tmp_path / "run.jsonl", tmp_path / "run"
+    log.write_text("old\n")
+    with pytest.warns(LearningWarning, match="interrupted"):
+        halve.learn(convnet(), loader(), steps=34, log=log, checkpoint=path, report=interrupting(25))
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [10, 20]
+    halve.learn(convnet(), loader(), steps=34, log=log, checkpoint=path, resume=True)
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [line["step"] for line in lines] == [10, 20, 30, 34]
+    for line in lines:
+        assert {"loss", "entropy", "changed", "lr", "temperature", "images_per_s", "seconds"} <= line.keys()
+        assert line["images_per_s"] > 0
+        assert 0 < line["entropy"] < 1
+    assert lines[-1]["changed"] > 0
+
+
+def test_a_log_that_cannot_be_written_is_a_file_error_before_the_first_step(tmp_path):
+    seen = []
+    with pytest.raises(FileError, match="cannot write the log"):
+        halve.learn(convnet(), loader(), steps=3, log=tmp_path / "none" / "run.jsonl", report=seen.append)
+    assert seen == []
+
+
+def test_a_checkpoint_that_cannot_be_written_is_a_file_error_before_the_first_step(tmp_path):
+    seen = []
+    with pytest.raises(FileError, match="cannot write"):
+        halve.learn(convnet(), loader(), steps=3, checkpoint=tmp_path / "none" / "run", report=seen.append)
+    assert not any(isinstance(what, Report) for what in seen)
+
+
+def test_nothing_is_written_that_was_not_asked_for(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    halve.learn(convnet(), [(images(6), labels(6))], steps=2)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_existing_run_is_not_overwritten_by_accident(tmp_path):
+    path = tmp_path / "run"
+    halve.learn(convnet(), loader(), steps=2, checkpoint=path)
+    before = path.read_bytes()
+    with pytest.raises(FileError, match="holds the state of a run: resume=True"):
+        halve.learn(convnet(), loader(), steps=2, checkpoint=path)
+    assert path.read_bytes() == before
+
+
+def test_ctrl_c_that_also_kills_the_loaders_workers_keeps_what_was_learned(tmp_path):
+    script = tmp_path / "run.py"
+    script.write_text(
+        """
+import sys, warnings, torch, halve
+from torch.utils.data import DataLoader
+from tests.tiny import convnet, images
+class Slow(torch.utils.data.Dataset):
+    def __len__(self): return 10**6
+    def __getitem__(self, i):
+        import time; time.sleep(0.02)
+        return images(1)[0]
+warnings.simplefilter("ignore")
+masks = halve.learn(convnet(), DataLoader(Slow(), 4, num_workers=2), steps=10**6, checkpoint=sys.argv[1],
+                    report=lambda r: print("step", flush=True))
+print("ended", masks.recipe["ended"], masks.recipe["steps_done"] > 0, flush=True)
+"""
+    )
+    command = [sys.executable, str(script), str(tmp_path / "state")]
+    root = Path(__file__).parent.parent.parent
+    process = subprocess.Popen(
+        command,
+        cwd=root,
+        env=os.environ | {"PYTHONPATH": str(root)},
+        stdout=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    for _ in range(6):
+        process.stdout.readline()
+    os.killpg(process.pid, signal.SIGINT)
+    out, _ = process.communicate(timeout=60)
+    assert "ended interrupted True" in out
+    assert (tmp_path / "state").exists()

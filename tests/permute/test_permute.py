@@ -1,0 +1,373 @@
+import time
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import halve
+from halve.errors import DataError, LearningWarning, MaskError, ModelError
+from halve.learn import initialization
+from halve.masks.layout import plain
+from halve.masks.mask import MaskSet
+from halve.permute import permute as permute_module
+from halve.select.select import select
+from tests import tiny
+from tests.untouched import untouched
+
+
+class Block(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.conv1, self.bn1 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+        self.conv2, self.bn2 = nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width)
+
+    def forward(self, x):
+        return F.relu(x + self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x))))))
+
+
+def residual(seed=0):
+    """A residual network with lively BatchNorm."""
+    torch.manual_seed(seed)
+    stem, head = nn.Conv2d(3, 32, 3, bias=False), nn.Linear(32, 7)
+    model = nn.Sequential(stem, nn.BatchNorm2d(32), Block(32), Block(32), nn.AdaptiveAvgPool2d(1), nn.Flatten(), head)
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            nn.init.uniform_(module.running_mean, -0.2, 0.2)
+            nn.init.uniform_(module.running_var, 0.5, 1.5)
+            nn.init.uniform_(module.weight, 0.5, 1.5)
+    return model.eval()
+
+
+def energy(model, masks):
+    """Share of the magnitudes that is kept."""
+    kept = total = 0.0
+    for name, mask in masks.items():
+        weight = model.get_submodule(name).weight.detach()
+        kept, total = kept + float(mask.put_on(weight).abs().sum()), total + float(weight.abs().sum())
+    return kept / total
+
+
+@pytest.fixture(autouse=True)
+def seeded():
+    torch.manual_seed(0)
+
+
+@pytest.fixture(scope="module")
+def permuted():
+    model = residual()
+    with untouched(model):
+        masks = halve.prune(model, permute=True, example=torch.randn(1, 3, 8, 8))
+    return model, masks
+
+
+def test_blocks_keep_more_in_the_orders_that_were_found(permuted):
+    model, masks = permuted
+    dense = halve.prune(model)
+    assert energy(model, masks) > energy(model, dense) + 0.005
+    summary = masks.recipe["permute"]
+    assert summary["kept_before"] < summary["kept_after"]
+    assert summary["layers"] == len(masks) == 4
+    assert summary["fixed"] == {}
+
+
+def test_masks_go_on_in_the_original_order(permuted):
+    model, masks = permuted
+    sparse = halve.apply(model, masks)
+    for name, mask in masks.items():
+        weight = model.get_submodule(name).weight
+        assert torch.equal(sparse.get_submodule(name).weight, mask.put_on(weight))
+    assert halve.verify(model, masks).ok
+    assert halve.verify(sparse, masks).ok
+    assert not halve.verify(sparse).ok  # its blocks do not lie in one piece
+
+
+def test_moved_channels_compute_the_same_and_blocks_lie_in_one_piece(permuted):
+    model, masks = permuted
+    images = torch.randn(4, 3, 8, 8)
+    with untouched(model):
+        moved = halve.apply(model, masks, permute=True)
+    assert type(moved) is type(model)
+    assert moved.state_dict().keys() == model.state_dict().keys()
+    with torch.no_grad():
+        torch.testing.assert_close(moved(images), halve.apply(model, masks)(images), rtol=1e-4, atol=1e-4)
+    assert halve.verify(moved).ok
+    checks = halve.verify(moved, masks)
+    assert checks.ok
+    assert {layer.state for layer in checks.layers} == {"moved"}
+
+
+def test_hardware_is_judged_in_the_stored_order(permuted):
+    model, masks = permuted
+    assert halve.verify(model, masks).not_accelerated == {}
+
+
+def test_a_moved_model_that_was_changed_afterwards_is_told(permuted):
+    model, masks = permuted
+    moved = halve.apply(model, masks, permute=True)
+    with torch.no_grad():
+        moved[2].conv1.weight.mul_(1.5)
+    assert list(halve.verify(moved, masks).failures) == ["2.conv1"]
+
+
+def test_orders_travel_in_files(permuted, tmp_path):
+    model, masks = permuted
+    again = halve.load(masks.save(tmp_path / "a.masks.safetensors"))
+    assert again == masks
+    assert again.moves == masks.moves
+    state, from_packed = halve.unpack(halve.pack(model, masks, tmp_path / "a.packed.safetensors"))
+    assert from_packed == masks
+    assert all(torch.equal(value, state[name]) for name, value in halve.apply(model, masks).state_dict().items())
+
+
+def test_recalibrated_statistics_move_along(permuted):
+    model, masks = permuted
+    images = torch.randn(8, 3, 8, 8)
+    masks = halve.recalibrate(model, masks, images)
+    assert masks.moves
+    with torch.no_grad():
+        expected, got = halve.apply(model, masks)(images), halve.apply(model, masks, permute=True)(images)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("score", ["magnitude", "wanda", "reconstruct", "random"])
+def test_every_score_can_be_permuted(score):
+    model, images = tiny.convnet(), tiny.images()
+    masks = halve.prune(model, score, images, permute=True)
+    assert masks["3"].layout.channel_order is not None
+    assert masks["0"].layout.channel_order is None  # it reads the images
+    moved = halve.apply(model, masks, permute=True)
+    with torch.no_grad():
+        torch.testing.assert_close(moved(images), halve.apply(model, masks)(images), rtol=1e-5, atol=1e-5)
+
+
+def test_a_score_of_the_users_own_can_be_permuted_though_it_is_negative():
+    model = tiny.convnet()
+    masks = halve.prune(model, lambda name, w: w.abs() - 10, tiny.images(), permute=True)
+    assert masks["3"].layout.channel_order is not None
+    assert masks == halve.prune(model, lambda name, w: w.abs() - 10, tiny.images(), permute=True)
+
+
+def test_data_that_can_be_read_once_is_enough():
+    model = tiny.convnet()
+    once = halve.prune(model, "reconstruct", iter(tiny.images().split(6)), permute=True)
+    assert once == halve.prune(model, "reconstruct", tiny.images().split(6), permute=True)
+
+
+def test_without_an_example_there_is_no_structure():
+    with pytest.raises(DataError, match="example"):
+        halve.prune(tiny.convnet(), permute=True)
+
+
+def test_learning_in_permuted_order():
+    model, images = tiny.convnet(), tiny.images()
+    with untouched(model):
+        masks = halve.learn(model, images, steps=3, permute=True)
+    assert masks["3"].layout.channel_order is not None
+    assert masks.recipe["permute"]["layers"] == 1
+    moved = halve.apply(model, masks, permute=True)
+    with torch.no_grad():
+        torch.testing.assert_close(moved(images), halve.apply(model, masks)(images), rtol=1e-5, atol=1e-5)
+
+
+def test_learning_goes_on_in_the_order_of_the_masks_to_start_from():
+    model, images = tiny.convnet(), tiny.images()
+    start = halve.prune(model, permute=True, example=images)
+    masks = halve.learn(model, images, steps=1, lr=1e-9, start=start)
+    assert masks.moves == start.moves
+    assert [mask.layout for mask in masks.values()] == [mask.layout for mask in start.values()]
+    assert masks.difference(start) < 0.2
+    with pytest.raises(ModelError, match="bring their own channel orders"):
+        halve.learn(model, images, steps=1, start=start, permute=True)
+
+
+def test_a_run_in_another_order_is_not_resumed(tmp_path):
+    model, images = tiny.convnet(), tiny.images()
+    state = tmp_path / "x.learning.safetensors"
+    halve.learn(model, images, steps=2, checkpoint=state, checkpoint_every=0.0, permute=False)
+    with pytest.raises(halve.HalveError, match=r"another run: layers\.3"):
+        halve.learn(model, images, steps=2, checkpoint=state, resume=True, permute=True)
+
+
+def test_layers_left_dense_keep_the_moves():
+    model, images = tiny.convnet(), tiny.images()
+    masks = halve.prune(model, permute=True, example=images)
+    fewer = masks.without(["8"])
+    assert list(fewer) == ["0", "3"]
+    moved = halve.apply(model, fewer, permute=True)
+    with torch.no_grad():
+        torch.testing.assert_close(moved(images), halve.apply(model, fewer)(images), rtol=1e-5, atol=1e-5)
+
+
+def test_masks_in_the_checkpoints_own_order_need_no_moves():
+    model = tiny.convnet()
+    masks = halve.prune(model)
+    plain_copy, moved = halve.apply(model, masks), halve.apply(model, masks, permute=True)
+    assert all(torch.equal(a, b) for a, b in zip(plain_copy.parameters(), moved.parameters(), strict=True))
+
+
+def test_an_order_without_its_moves_cannot_be_made():
+    model = tiny.convnet()
+    masks = MaskSet(dict(halve.prune(model, permute=True, example=tiny.images())))
+    assert halve.verify(halve.apply(model, masks), masks).ok
+    with pytest.raises(MaskError, match="moves do not make"):
+        halve.apply(model, masks, permute=True)
+
+
+def test_different_patterns_flat_order_padding_and_groups_do_not_get_in_the_way():
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Conv2d(4, 8, 1),
+        nn.Conv2d(8, 16, 3, groups=2),
+        nn.ReLU(),
+        nn.Conv2d(16, 10, 1),
+        nn.Conv2d(10, 16, 1),
+        nn.Conv2d(16, 8, 1),
+        nn.Conv2d(8, 3, 1),
+    )
+    rules = {"5": "1:8", "*": "2:4"}
+    example = torch.randn(2, 4, 6, 6)
+    masks = halve.prune(model, pattern=rules, also=["1", "6"], remainder="pad", permute=True, example=example)
+    assert masks["1"].layout.channel_order is None
+    assert masks["5"].layout.channel_order is not None
+    assert "1" in masks.recipe["permute"]["fixed"]
+    moved = halve.apply(model, masks, permute=True)
+    with torch.no_grad():
+        torch.testing.assert_close(moved(example), halve.apply(model, masks)(example), rtol=1e-5, atol=1e-5)
+    flat = halve.prune(model, order="flat", permute=True, example=example)
+    assert not flat.moves
+    assert set(flat.recipe["permute"]["fixed"]) == set(flat)
+
+
+def test_a_network_that_is_captured_in_parts_moves_inside_them():
+    class Stubborn(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.head = nn.Sequential(nn.Conv2d(4, 16, 1), nn.Conv2d(16, 8, 1)), nn.Linear(8, 3)
+
+        def forward(self, x):
+            x = self.body(x).mean((2, 3))
+            return self.head(x) if float(x.sum()) < 1e9 else x
+
+    model = Stubborn()
+    masks = halve.prune(model, permute=True, example=tiny.images())
+    assert masks["body.1"].layout.channel_order is not None
+    assert masks["body.0"].layout.channel_order is None
+
+
+def test_layers_that_run_in_training_alone_are_named():
+    class Auxiliary(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.a, self.b, self.aux = nn.Conv2d(4, 8, 1), nn.Conv2d(8, 3, 1), nn.Conv2d(8, 3, 1)
+
+        def forward(self, x):
+            x = self.a(x)
+            return self.b(x) + self.aux(x) if self.training else self.b(x)
+
+    masks = halve.prune(Auxiliary(), permute=True, example=tiny.images(), also="b")
+    assert masks.recipe["permute"]["not_run"] == ["aux"]
+
+
+def test_a_model_that_was_moved_in_part_is_not_ok(permuted):
+    model, masks = permuted
+    sparse, moved = halve.apply(model, masks), halve.apply(model, masks, permute=True)
+    sparse[2].conv1.weight = moved[2].conv1.weight
+    failures = halve.verify(sparse, masks).failures
+    assert set(failures) == set(masks) - {"2.conv1"}
+    assert "were not moved" in failures["2.conv2"]
+
+
+def test_an_update_of_a_moved_model_is_measured_in_its_own_order(permuted):
+    model, masks = permuted
+    moved = halve.apply(model, masks, permute=True)
+    with torch.no_grad():
+        moved[2].conv1.weight.mul_(1.3)
+    layer = next(layer for layer in halve.verify(moved, masks).layers if layer.name == "2.conv1")
+    assert layer.update == pytest.approx(0.3, rel=0.3)
+
+
+def test_moves_without_the_order_are_refused(permuted):
+    model, masks = permuted
+    half = halve.prune(model, "random")
+    with pytest.raises(MaskError, match="moves do not make"):
+        halve.apply(model, MaskSet(dict(half), moves=masks.moves), permute=True)
+
+
+def test_a_run_that_is_resumed_goes_on_in_the_order_that_was_found(tmp_path, monkeypatch):
+    model, images = tiny.convnet(), tiny.images()
+    options = {"checkpoint": tmp_path / "run", "checkpoint_every": 0.0, "permute": True}
+    whole = halve.learn(model, images, steps=6, **(options | {"checkpoint": tmp_path / "whole"}))
+
+    def interrupt(event):
+        if getattr(event, "step", 0) == 3:
+            raise KeyboardInterrupt
+
+    with pytest.warns(LearningWarning, match="interrupted"):
+        halve.learn(model, images, steps=6, report=interrupt, **options)
+    monkeypatch.setattr(initialization, "reordered", None)  # nobody searches again
+    assert halve.learn(model, images, steps=6, resume=True, **options) == whole
+
+
+def test_time_is_kept_also_where_one_pass_would_take_longer():
+    scores = {f"{i}": torch.rand(1024, 1024) for i in (1, 2)}
+    model = nn.Sequential(nn.Linear(8, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 1024), nn.Linear(1024, 2))
+    choices = [choice for choice in select(model).masked if choice.name in scores]
+    started = time.monotonic()
+    found = permute_module.permute(model, choices, scores, torch.randn(2, 8), seconds=0.2)
+    assert time.monotonic() - started < 5
+    assert found.summary["finished"] is False
+
+
+@pytest.mark.parametrize("seconds", [-1, None, "5", float("nan")])
+def test_times_that_are_none_are_refused(seconds):
+    with pytest.raises(ModelError, match="permute_seconds"):
+        halve.prune(tiny.convnet(), permute=True, permute_seconds=seconds, example=tiny.images())
+
+
+@pytest.mark.parametrize("scale", [1e300, 1e-300])
+def test_scores_of_any_size_can_be_permuted_and_saved(scale, tmp_path):
+    masks = halve.prune(tiny.convnet(), lambda name, w: w.abs().double() * scale, tiny.images(), permute=True)
+    assert halve.load(masks.save(tmp_path / "a")) == masks
+    assert masks["3"].layout.channel_order is not None
+
+
+def test_the_reason_why_an_order_stays_is_told():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(4, 8, 1), nn.Flatten(), nn.Linear(512, 12), nn.Linear(12, 8), nn.Linear(8, 3))
+    fixed = halve.prune(model, permute=True, example=tiny.images()).recipe["permute"]["fixed"]
+    assert "model's input" in fixed["0"]
+    assert fixed["2"] == "several of its weights in a row belong to one channel"
+
+
+def test_a_forward_of_the_users_own_is_captured_as_it_runs():
+    model = tiny.convnet()
+    batches = [{"left": part, "right": part} for part in tiny.images().split(6)]
+    masks = halve.prune(model, "wanda", batches, permute=True, forward=lambda net, b: net(b["left"] + b["right"]))
+    assert masks["3"].layout.channel_order is not None
+
+
+def test_progress_and_time_are_told():
+    seen = []
+
+    def progress(items, what):
+        seen.append(what)
+        return items
+
+    masks = halve.prune(
+        residual(), permute=True, permute_seconds=0.0, example=torch.randn(1, 3, 8, 8), progress=progress
+    )
+    assert "channel orders" in seen
+    assert masks.recipe["permute"]["finished"] is False
+
+
+def test_half_precision_models_can_be_permuted():
+    model = tiny.convnet().bfloat16()
+    masks = halve.prune(model, permute=True, example=tiny.images())
+    assert masks["3"].layout.channel_order is not None
+
+
+def test_layouts_differ_from_the_plain_ones_by_their_order_alone(permuted):
+    model, masks = permuted
+    for choice in select(model).masked:
+        assert plain(masks[choice.name].layout) == choice.layout

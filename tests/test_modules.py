@@ -1,0 +1,245 @@
+import copy
+import threading
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations, parametrize
+
+import halve
+from halve.errors import ModelError
+from halve.modules import clone, kind_of, set_weight_, weight_key, weight_of
+from tests.masks.computed import Doubled, wrapped
+from tests.random_masks import random
+from tests.untouched import same_bits, untouched
+
+
+@pytest.fixture(autouse=True)
+def _seed():
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize(
+    ("module", "kind"),
+    [
+        (nn.Linear(4, 4), "linear"),
+        (nn.Conv1d(4, 4, 1), "conv"),
+        (nn.Conv2d(4, 4, 1), "conv"),
+        (nn.Conv3d(4, 4, 1), "conv"),
+        (nn.ConvTranspose1d(4, 4, 1), "conv_transpose"),
+        (nn.ConvTranspose2d(4, 4, 1), "conv_transpose"),
+        (nn.ConvTranspose3d(4, 4, 1), "conv_transpose"),
+        (nn.LazyLinear(4), "linear"),
+        (parametrizations.weight_norm(nn.Conv2d(4, 4, 1)), "conv"),
+        (nn.Embedding(4, 4), None),
+        (nn.Bilinear(4, 4, 4), None),
+        (nn.BatchNorm2d(4), None),
+        (nn.ReLU(), None),
+        (nn.Sequential(nn.Linear(4, 4)), None),
+    ],
+    ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else str(value),
+)
+def test_the_kind_of_a_layer(module, kind):
+    assert kind_of(module) == kind
+
+
+def test_the_weight_of_a_plain_layer_is_its_own_detached():
+    layer = nn.Linear(8, 4)
+    assert weight_of(layer).data_ptr() == layer.weight.data_ptr()
+    assert not weight_of(layer).requires_grad
+
+
+@wrapped
+@pytest.mark.parametrize("training", [True, False])
+def test_the_weight_is_the_one_that_forward_uses_in_eval_mode(wrap, training):
+    layer = wrap(nn.Linear(8, 4))
+    layer(random(3, 8))  # in training mode: spectral norm moves its buffers, hooks leave their weight behind
+    layer.train(training)
+    with untouched(layer):
+        weight = weight_of(layer)
+    image = random(3, 8, seed=1)
+    assert torch.equal(F.linear(image, weight, layer.bias), layer.eval()(image))
+    assert not weight.requires_grad
+
+
+@wrapped
+def test_a_weight_that_was_changed_after_the_last_forward_is_seen(wrap):
+    layer = wrap(nn.Linear(8, 4)).eval()
+    before = weight_of(layer).clone()
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.mul_(-1.5)
+    image = random(3, 8)
+    assert not torch.equal(weight_of(layer), before) or wrap is parametrizations.orthogonal
+    assert torch.equal(F.linear(image, weight_of(layer), layer.bias), layer(image))
+
+
+def test_a_layer_without_a_weight_is_refused():
+    layer = nn.Linear(8, 4)
+    layer.weight = None
+    with pytest.raises(ModelError, match="Linear has no weight"):
+        weight_of(layer)
+    del layer.weight
+    with pytest.raises(ModelError, match="Linear has no weight"):
+        weight_of(layer)
+
+
+def test_a_layer_without_a_weight_does_not_stop_the_selection():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
+    model[1].weight = None
+    assert [choice.name for choice in halve.select(model).masked] == ["0"]
+
+
+def test_layers_that_share_a_weight_have_the_same_key():
+    one, other, third = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 8)
+    other.weight = one.weight
+    assert weight_key(one) == weight_key(other)
+    assert weight_key(one) != weight_key(third)
+
+
+@wrapped
+def test_the_key_of_a_layer_stays_over_a_forward_in_eval_mode(wrap):
+    layer, other = wrap(nn.Linear(8, 8)), wrap(nn.Linear(8, 8))
+    layer.eval()
+    layer(random(1, 8))
+    key = weight_key(layer)
+    assert key == weight_key(layer)
+    assert key != weight_key(other)
+
+
+@wrapped
+def test_select_masks_a_layer_whose_weight_is_computed(wrap):
+    model = nn.Sequential(wrap(nn.Linear(8, 8)), nn.ReLU(), nn.Linear(8, 2))
+    with untouched(model):
+        chosen = halve.select(model)
+    assert [choice.name for choice in chosen.masked] == ["0"]
+
+
+@wrapped
+@pytest.mark.parametrize("gradients", [True, False])
+def test_a_weight_can_be_set_on_a_copy_of_any_layer(wrap, gradients):
+    model = nn.Sequential(wrap(nn.Linear(8, 4)))
+    model.requires_grad_(gradients)
+    image = random(3, 8)
+    with untouched(model), warnings.catch_warnings():
+        warnings.simplefilter("error")
+        copy = clone(model)
+        value = random(4, 8)
+        set_weight_(copy[0], value)
+        assert type(copy[0]) is nn.Linear
+        assert set(copy.state_dict()) == {"0.weight", "0.bias"}
+        assert isinstance(copy[0].weight, nn.Parameter)
+        assert copy[0].weight.requires_grad == gradients
+        assert same_bits(copy[0].weight, value)
+        assert torch.allclose(copy(image), F.linear(image, value, model[0].bias), atol=1e-6)
+        assert not copy[0]._forward_pre_hooks
+    assert torch.allclose(model.eval()(image), F.linear(image, weight_of(model[0]), model[0].bias), atol=1e-6)
+
+
+@wrapped
+def test_a_weight_can_be_set_where_gradients_are_off(wrap):
+    model = nn.Sequential(wrap(nn.Linear(8, 4)))
+    with torch.no_grad():
+        copy = clone(model)
+        set_weight_(copy[0], random(4, 8))
+    assert isinstance(copy[0].weight, nn.Parameter)
+    assert copy[0].weight.requires_grad
+
+
+def test_setting_a_weight_keeps_other_parametrizations():
+    layer = parametrizations.weight_norm(nn.Linear(8, 4))
+    parametrize.register_parametrization(layer, "bias", Doubled())
+    model = nn.Sequential(layer)
+    bias = layer.bias.detach().clone()
+    with untouched(model):
+        copy = clone(model)
+        set_weight_(copy[0], random(4, 8))
+    assert torch.equal(copy[0].bias, bias)
+    assert same_bits(copy[0].weight, random(4, 8))
+
+
+def all_tensors(model):
+    return [*model.parameters(), *model.buffers()]
+
+
+def tied_model():
+    model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 8))
+    model[2].weight = model[0].weight
+    model.register_buffer("hidden", torch.ones(2), persistent=False)
+    return model
+
+
+def test_a_clone_shares_no_tensor_and_keeps_ties():
+    model = tied_model()
+    with untouched(model):
+        copy = clone(model)
+        assert not {t.data_ptr() for t in all_tensors(model)} & {t.data_ptr() for t in all_tensors(copy)}
+        assert copy[0].weight is copy[2].weight
+        assert all(same_bits(a, b) for a, b in zip(all_tensors(model), all_tensors(copy), strict=True))
+        for tensor in all_tensors(copy):
+            tensor.data.zero_()
+
+
+@wrapped
+def test_a_model_can_be_cloned_after_a_training_step(wrap):
+    model = nn.Sequential(wrap(nn.Linear(8, 8)), nn.Linear(8, 2))
+    model(random(3, 8)).sum().backward()
+    with untouched(model):
+        copy = clone(model)
+    image = random(3, 8, seed=1)
+    assert torch.equal(copy.eval()(image), model.eval()(image))
+    copy.train()(image).sum().backward()
+
+
+def test_a_model_that_cannot_be_copied_is_refused_with_the_reason():
+    model = nn.Sequential(nn.Linear(8, 8))
+    model.lock = threading.Lock()
+    with untouched(model), pytest.raises(ModelError, match=r"Sequential cannot be copied.*lock.*deepcopy"):
+        clone(model)
+
+
+class Closing(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.head = nn.Linear(8, 2)
+        self.through = lambda x: self.inner(x)
+
+    def forward(self, x):
+        return self.head(self.through(x))
+
+
+class Same(nn.Linear):
+    def __deepcopy__(self, memo):
+        return self
+
+
+class Shallow(nn.Linear):
+    def __deepcopy__(self, memo):
+        return copy.copy(self)
+
+
+def patched():
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
+    original = model.forward
+    model.forward = lambda x: original(x)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("model", "says"),
+    [
+        (Closing(), "Closing.through is a function that holds layers"),
+        (patched(), "Sequential.forward is a function that holds layers"),
+        (nn.Sequential(Same(8, 8), nn.Linear(8, 2)), "gives parts of the model itself: 0"),
+        (nn.Sequential(Shallow(8, 8), nn.Linear(8, 2)), "gives its own tensors again"),
+    ],
+    ids=["closure", "patched forward", "itself", "shallow"],
+)
+def test_a_copy_that_would_still_use_the_model_is_refused(model, says):
+    with untouched(model), pytest.raises(ModelError, match=says):
+        clone(model)
+    with untouched(model), pytest.raises(ModelError, match=says):
+        halve.prune(model)
