@@ -18,7 +18,7 @@ ORDER = [
     {"errors", "version"},
     {"modules"},
     {"masks"},
-    {"batches", "graph", "cuda_graphs"},
+    {"agreement", "batches", "cuda_graphs", "graph", "outputs"},
     {"select"},
     {"permute"},
     {"prune"},

@@ -23,6 +23,10 @@ class ModelError(HalveError, ValueError):
     """A model or one of its layers cannot do what was asked."""
 
 
+class OptionError(HalveError, ValueError):
+    """An option with a value that is not allowed, or options that exclude each other."""
+
+
 class MaskError(HalveError, ValueError):
     """Masks that do not fit the model, its weights or each other."""
 
@@ -72,3 +76,13 @@ def listed(names: Iterable[object], most: int = 8) -> str:
     items = [str(name) for name in names]
     rest = len(items) - most
     return ", ".join(items[:most]) + (f" and {rest} more" if rest > 0 else "")
+
+
+def first_line(error: BaseException, most: int = 160) -> str:
+    """An error in one line, for reports: halve's own message, or the type and first line of any other error.
+
+    >>> first_line(ValueError("no such layer\\n  at line 3"))
+    'ValueError: no such layer'
+    """
+    text = (str(error).strip().splitlines() or [""])[0][:most]
+    return text if isinstance(error, HalveError) else f"{type(error).__name__}: {text}".removesuffix(": ")

@@ -261,8 +261,8 @@ def test_changed_weights_warn_raise_or_pass_as_asked():
     with pytest.warns(ChangedWeightsWarning, match="0 by about"):
         result = halve.evaluate(model, masks, images())
     with pytest.raises(MaskError, match="changed"):
-        halve.evaluate(model, masks, images(), changed="error")
-    assert halve.evaluate(model, masks, images(), changed="ignore") == result
+        halve.evaluate(model, masks, images(), on_changed="error")
+    assert halve.evaluate(model, masks, images(), on_changed="ignore") == result
 
 
 def test_recalibrated_statistics_count():

@@ -161,4 +161,4 @@ def test_evaluate_warns_of_changed_weights_on_standard_error_and_prints_json_alo
     result = halve("evaluate", *arguments)
     assert set(result.json) == KEYS
     assert "warning: the weights of 2 masked layer(s) changed" in result.err
-    assert "error: " in halve("evaluate", *arguments, "--changed", "error", code=2).err
+    assert "error: " in halve("evaluate", *arguments, "--on-changed", "error", code=2).err

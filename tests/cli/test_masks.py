@@ -67,11 +67,11 @@ def test_changed_weights_give_a_warning_on_standard_error_and_the_result(halve, 
 
 def test_changed_weights_can_be_an_error_or_be_ignored(halve, net, masks, changed, folder):
     arguments = ("apply", "zoo.py:net", "--weights", changed, "--masks", masks, "--out", "sparse.safetensors")
-    result = halve(*arguments, "--changed", "error", code=2)
+    result = halve(*arguments, "--on-changed", "error", code=2)
     assert "changed since the masks were made" in result.err
     assert not (folder / "sparse.safetensors").exists()
-    assert halve(*arguments, "--changed", "ignore").err == ""
-    assert "'warn', 'error' or 'ignore'" in halve(*arguments, "--changed", "maybe", code=2).err
+    assert halve(*arguments, "--on-changed", "ignore").err == ""
+    assert "'warn', 'error' or 'ignore'" in halve(*arguments, "--on-changed", "maybe", code=2).err
 
 
 def test_masks_of_another_model_are_refused(halve, net, masks):

@@ -114,12 +114,12 @@ def test_an_updated_checkpoint_takes_over_the_plan():
         for parameter in updated.parameters():
             parameter.mul_(1.1)
     with warnings.catch_warnings(action="ignore", category=EngineWarning):
-        new = halve.compile(updated, masks, images(2), changed="ignore")
+        new = halve.compile(updated, masks, images(2), on_changed="ignore")
     new.take_plan_of(old)
     assert [layer.ways for layer in new.layers] == [layer.ways for layer in old.layers]
     x = images(2, seed=2)
     with torch.no_grad():
-        expected = halve.apply(updated, masks, changed="ignore")(x)
+        expected = halve.apply(updated, masks, on_changed="ignore")(x)
     torch.testing.assert_close(new(x), expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(EngineError, match="other layers"):
         new.take_plan_of(compiled(resnet(), example=torch.randn(2, 3, 64, 64)))
@@ -256,7 +256,7 @@ def test_the_example_stays_as_it_is():
         ({"masks": None}, "masks must be a MaskSet"),
         ({"dtype": "float16"}, "dtype must be a type such as"),
         ({"batch_sizes": 8}, "batch_sizes must be a tuple"),
-        ({"like": "foo"}, "like must be what halve.compile gave"),
+        ({"plan_from": "foo"}, "plan_from must be what halve.compile gave"),
     ],
 )
 def test_what_is_no_option_is_refused_with_what_is(options, message):

@@ -219,11 +219,11 @@ def test_an_updated_checkpoint_is_swapped_in_without_timing(made, monkeypatch):
         for parameter in updated.parameters():
             parameter.mul_(1.05)
     monkeypatch.setattr("halve.engine.compiled.decide", None)
-    new = halve.compile(updated, masks, photos(2), changed="ignore", like=fast)
+    new = halve.compile(updated, masks, photos(2), on_changed="ignore", plan_from=fast)
     assert [layer.ways for layer in new.layers] == [layer.ways for layer in fast.layers]
     x = photos(8)
     with torch.no_grad():
-        close(new(x), halve.apply(updated, masks, changed="ignore").cuda()(x.float()))
+        close(new(x), halve.apply(updated, masks, on_changed="ignore").cuda()(x.float()))
 
 
 def test_saved_loaded_copied_and_moved_it_is_the_same(made, tmp_path):

@@ -118,7 +118,7 @@ def test_models_of_any_precision(net, dtype):
     net = net.to(dtype)
     masks = masks_for(net, *LAYERS)
     with untouched(net):
-        copy = apply(net, masks, changed="error")
+        copy = apply(net, masks, on_changed="error")
     assert copy.conv.weight.dtype == dtype
     assert same_bits(copy.conv.weight, masks["conv"].put_on(net.conv.weight.detach()))
 
@@ -127,7 +127,7 @@ def test_channels_last_models_stay_so(net):
     net = net.to(memory_format=torch.channels_last)
     masks = masks_for(net, "conv")
     with untouched(net):
-        copy = apply(net, masks, changed="error")
+        copy = apply(net, masks, on_changed="error")
     assert copy.conv.weight.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(copy.conv.weight != 0, masks["conv"].kept())
 
@@ -175,8 +175,8 @@ def test_tied_weights_stay_tied_and_are_masked_together():
 def test_unchanged_weights_pass_in_silence(net):
     masks = masks_for(net, *LAYERS)
     for changed in ("warn", "error", "ignore"):
-        apply(net, masks, changed=changed)
-    apply(apply(net, masks), masks, changed="error")  # weights that have the masks on already
+        apply(net, masks, on_changed=changed)
+    apply(apply(net, masks), masks, on_changed="error")  # weights that have the masks on already
 
 
 def test_changed_weights_warn_with_layer_and_size(net):
@@ -193,14 +193,14 @@ def test_changed_weights_warn_with_layer_and_size(net):
 def test_changed_weights_are_refused_on_demand(net):
     masks = masks_for(net, *LAYERS)
     net.head.weight.data[0, 0] += 1e-3
-    with untouched(net), pytest.raises(MaskError, match=r"1 masked layer.*head by about.*changed='warn'"):
-        apply(net, masks, changed="error")
+    with untouched(net), pytest.raises(MaskError, match=r"1 masked layer.*head by about.*on_changed='warn'"):
+        apply(net, masks, on_changed="error")
 
 
 def test_changed_weights_can_be_ignored(net):
     masks = masks_for(net, *LAYERS)
     net.head.weight.data *= 2
-    assert torch.equal(apply(net, masks, changed="ignore").head.weight != 0, masks["head"].kept())
+    assert torch.equal(apply(net, masks, on_changed="ignore").head.weight != 0, masks["head"].kept())
 
 
 def test_a_cast_to_half_precision_is_a_small_change(net):
@@ -220,7 +220,7 @@ def test_a_layer_of_zeros_that_is_cast_has_not_changed_by_infinity(net):
 def test_masks_without_a_fingerprint_fit_any_weight(net):
     mask = masks_for(net, "head")["head"]
     bare = MaskSet({"head": Mask(mask.pattern, mask.layout, mask.codes)})
-    apply(net, bare, changed="error")
+    apply(net, bare, on_changed="error")
     assert updates_of({"head": net.head.weight}, bare) == {}
     assert not is_unchanged(net.head.weight, bare["head"])
 
@@ -236,7 +236,7 @@ def test_updates_name_changed_layers_alone(net):
 @pytest.mark.parametrize("changed", ["never", None, True])
 def test_an_unknown_choice_is_refused(net, changed):
     with pytest.raises(MaskError, match="'warn', 'error' or 'ignore'"):
-        apply(net, masks_for(net, "head"), changed=changed)
+        apply(net, masks_for(net, "head"), on_changed=changed)
 
 
 # --- other models ----------------------------------------------------------------------------------------------------

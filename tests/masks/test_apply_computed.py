@@ -31,7 +31,7 @@ def test_a_computed_weight_becomes_a_plain_one_in_the_copy_alone(wrap, training)
     masks = masks_for(model, "0", "2")
     with untouched(model), warnings.catch_warnings():
         warnings.simplefilter("error")
-        copy = apply(model, masks, changed="error")
+        copy = apply(model, masks, on_changed="error")
     for name in ("0", "2"):
         layer = copy.get_submodule(name)
         assert type(layer) in (nn.Conv2d, nn.Linear)

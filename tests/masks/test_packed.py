@@ -200,9 +200,9 @@ def test_changed_weights_are_told_as_by_apply(tmp_path, net):
     with pytest.warns(ChangedWeightsWarning, match="head"):
         pack(net, masks, tmp_path / "x")
     with pytest.raises(MaskError, match="head"):
-        pack(net, masks, tmp_path / "y", changed="error")
+        pack(net, masks, tmp_path / "y", on_changed="error")
     assert not (tmp_path / "y").exists()
-    pack(net, masks, tmp_path / "x", changed="ignore")
+    pack(net, masks, tmp_path / "x", on_changed="ignore")
 
 
 def test_masks_of_another_model_are_refused(tmp_path, net):

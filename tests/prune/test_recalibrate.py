@@ -156,7 +156,7 @@ def test_half_precision_models_are_recalibrated(dtype):
     half = network().to(dtype)
     masks = halve.prune(half)
     statistics = halve.recalibrate(half, masks, [images()]).statistics
-    exact = halve.recalibrate(copy.deepcopy(half).float(), masks, [images()], changed="ignore").statistics
+    exact = halve.recalibrate(copy.deepcopy(half).float(), masks, [images()], on_changed="ignore").statistics
     for name, value in statistics.items():
         torch.testing.assert_close(value.float(), exact[name], rtol=0.05, atol=0.02)
 
@@ -181,8 +181,8 @@ def test_changed_weights_warn_raise_or_pass_as_asked():
     with pytest.warns(ChangedWeightsWarning, match="0 by about"):
         halve.recalibrate(model, masks, images())
     with pytest.raises(MaskError, match="changed"):
-        halve.recalibrate(model, masks, images(), changed="error")
-    halve.recalibrate(model, masks, images(), changed="ignore")
+        halve.recalibrate(model, masks, images(), on_changed="error")
+    halve.recalibrate(model, masks, images(), on_changed="ignore")
 
 
 def test_masks_of_another_model_are_refused():

@@ -22,7 +22,7 @@ from halve.engine.compiled import Compiled
 from halve.engine.plan import Entry
 from halve.errors import EngineError, HalveError
 from halve.learn.step_graph import best_algorithms
-from halve.masks.apply import Changed, apply
+from halve.masks.apply import OnChanged, apply
 from halve.masks.mask import MaskSet
 
 _FAR = 0.2  # of the outputs' norm: more than half precision does, less than another network
@@ -61,7 +61,7 @@ def bench(
     dtype: torch.dtype = torch.float16,
     systems: Iterable[str] = tuple(SYSTEMS),
     seconds: float = 0.5,
-    changed: Changed = "warn",
+    on_changed: OnChanged = "warn",
     progress: Progress | None = None,
 ) -> list[Measurement]:
     """Milliseconds, memory and energy of the masked model in several systems, on the example's device.
@@ -108,14 +108,14 @@ def bench(
     if not inputs or not all(isinstance(x, Tensor) and x.dim() and len(x) for x in inputs):
         raise EngineError("the example must be a tensor of images, or a tuple of tensors, as the model takes them")
     device = inputs[0].device
-    masked = apply(model, masks, permute=bool(masks.moves), changed=changed).eval().requires_grad_(False)
+    masked = apply(model, masks, permute=bool(masks.moves), on_changed=on_changed).eval().requires_grad_(False)
     convert_(masked, dtype, device)
     fast: list[Compiled] = []
 
     def compiled() -> Compiled:
         if not fast:
             first = _batch_of(inputs, sizes[0], dtype, _NHWC)
-            fast.append(compile(model, masks, first, dtype=dtype, changed="ignore"))
+            fast.append(compile(model, masks, first, dtype=dtype, on_changed="ignore"))
         return fast[0]
 
     found = []

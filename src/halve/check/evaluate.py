@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from halve.batches import Forward, Progress, iterate, labels_of, run
 from halve.errors import DataError, ModelError
-from halve.masks.apply import Changed, apply
+from halve.masks.apply import OnChanged, apply
 from halve.masks.mask import MaskSet
 from halve.modules import clone
 
@@ -40,7 +40,7 @@ def evaluate(
     classes: Sequence[int] | None = None,
     forward: Forward | None = None,
     progress: Progress | None = None,
-    changed: Changed = "warn",
+    on_changed: OnChanged = "warn",
 ) -> Evaluation:
     """Run the model, with `masks` on (None: as it is), over `data` and count.
 
@@ -60,7 +60,7 @@ def evaluate(
     if masks is not None:
         if dense is not None:
             raise ModelError("evaluate takes masks, then the model itself is the dense one, or dense=, not both")
-        dense, subject = model, apply(model, masks, changed=changed).eval()
+        dense, subject = model, apply(model, masks, on_changed=on_changed).eval()
     else:
         subject = clone(model).eval()
     reference = None if dense is None else clone(dense).eval()

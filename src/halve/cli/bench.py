@@ -37,7 +37,7 @@ def bench(
     plan: Annotated[bool, typer.Option("--plan", help="Also show which layer runs how, and why.")] = False,
     out: Annotated[Path | None, typer.Option(help="Also write the measurements to this file, as JSON.")] = None,
     device: o.Device = "auto",
-    changed: o.Changed = "warn",
+    on_changed: o.OnChanged = "warn",
     json: o.Json = False,
 ) -> None:
     """Measure how fast the masked network runs: compiled by halve, and in six other ways, in turns in one run.
@@ -63,7 +63,7 @@ def bench(
         dtype=computed,
         systems=[name for given in systems or SYSTEMS for name in given.split(",")],
         seconds=seconds,
-        changed=changed,  # type: ignore[arg-type]
+        on_changed=on_changed,  # type: ignore[arg-type]
         progress=progress.track,
     )
     told = {

@@ -77,7 +77,7 @@ def evaluate(
     std: o.Std = None,
     workers: o.Workers = None,
     device: o.Device = "auto",
-    changed: o.Changed = "warn",
+    on_changed: o.OnChanged = "warn",
     json: o.Json = False,
 ) -> None:
     """Measure accuracy, and agreement with the dense model when masks are given.
@@ -93,7 +93,7 @@ def evaluate(
         source.loader,
         classes=source.classes,
         progress=progress.track,
-        changed=changed,  # type: ignore[arg-type]
+        on_changed=on_changed,  # type: ignore[arg-type]
     )
     if result.top1 is None and result.agreement is None:
         raise DataError(f"{data} has no labels and no masks are given: there is nothing to measure")

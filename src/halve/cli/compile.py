@@ -24,7 +24,7 @@ def compile(
     size: o.Pixels = None,
     dtype: o.Computed = None,
     device: o.Device = "auto",
-    changed: o.Changed = "warn",
+    on_changed: o.OnChanged = "warn",
     json: o.Json = False,
 ) -> None:
     """Compile the masked network for inference, and write it to a file with its plan and packed weights.
@@ -42,7 +42,7 @@ def compile(
     example = opened.example().to(computed)
     sizes = tuple(dict.fromkeys(batch or [1]))
     images = torch.cat([example] * -(-sizes[0] // 2))[: sizes[0]]
-    fast = halve.compile(opened.model, halve.load(masks), images, batch_sizes=sizes[1:], changed=changed)  # type: ignore[arg-type]
+    fast = halve.compile(opened.model, halve.load(masks), images, batch_sizes=sizes[1:], on_changed=on_changed)  # type: ignore[arg-type]
     fast.save(path)
     if json:
         show.as_json({"file": str(path), "bytes": path.stat().st_size, "plan": fast.plan.as_json()})

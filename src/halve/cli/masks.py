@@ -22,7 +22,7 @@ def apply(
     permute: Annotated[
         bool, typer.Option(help="Move channels so that every block lies in one piece; for masks found with --permute.")
     ] = False,
-    changed: o.Changed = "warn",
+    on_changed: o.OnChanged = "warn",
     json: o.Json = False,
 ) -> None:
     """Write a checkpoint with the masks put on: same names and shapes, zeros where nothing is kept.
@@ -32,7 +32,7 @@ def apply(
     """
     opened = o.open_model(model, weights, "cpu")
     read = halve.load(masks)
-    sparse = halve.apply(opened.model, read, permute=permute, changed=changed)  # type: ignore[arg-type]
+    sparse = halve.apply(opened.model, read, permute=permute, on_changed=on_changed)  # type: ignore[arg-type]
     path = save_state(sparse.state_dict(), out)
     zeros = sum(int((p == 0).sum()) for p in sparse.parameters())
     total = sum(p.numel() for p in sparse.parameters())
@@ -90,7 +90,7 @@ def pack(
     out: o.Out,
     weights: o.Weights = None,
     dtype: Annotated[str | None, typer.Option(help=f"Cast to one of {', '.join(o.DTYPES)} first.")] = None,
-    changed: o.Changed = "warn",
+    on_changed: o.OnChanged = "warn",
     json: o.Json = False,
 ) -> None:
     """Write a packed checkpoint: kept values and their indices only, about 56 % of the dense size in fp16.
@@ -100,7 +100,7 @@ def pack(
     """
     chosen = o.type_of(dtype)
     opened = o.open_model(model, weights, "cpu")
-    path = halve.pack(opened.model, halve.load(masks), out, dtype=chosen, changed=changed)  # type: ignore[arg-type]
+    path = halve.pack(opened.model, halve.load(masks), out, dtype=chosen, on_changed=on_changed)  # type: ignore[arg-type]
     dense = sum(
         value.numel() * (chosen.itemsize if chosen and value.is_floating_point() else value.element_size())
         for value in opened.model.state_dict().values()

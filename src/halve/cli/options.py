@@ -36,7 +36,7 @@ Resize = Annotated[int | None, typer.Option(help="With --size: first scale the s
 Mean = Annotated[str | None, typer.Option(help="Mean of each channel, such as 0.5,0.5,0.5 (default: ImageNet's).")]
 Std = Annotated[str | None, typer.Option(help="Standard deviation of each channel (default: ImageNet's).")]
 Workers = Annotated[int | None, typer.Option(help="Processes that decode images (default: 0 on a CPU, 4 for a GPU).")]
-Changed = Annotated[str, typer.Option(help="On weights that the masks were not made for: warn, error or ignore.")]
+OnChanged = Annotated[str, typer.Option(help="On weights that the masks were not made for: warn, error or ignore.")]
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 Pixels = Annotated[int | None, typer.Option(min=1, help="Pixels along an image (default: the model's, or 224).")]

@@ -13,7 +13,7 @@ from rich.text import Text
 from halve.errors import listed
 
 _OPTIONS = (
-    "accumulate|also|alpha|changed|checkpoint|classes|data|drop_data|drop_metric|dtype|epochs|exclude|features|include|"
+    "accumulate|also|alpha|on_changed|checkpoint|classes|data|drop_data|drop_metric|dtype|epochs|exclude|features|include|"
     "augment|lr|match|max_drop|minutes|noise|objective|order|pattern|permute|permute_seconds|precision|preset|remainder|"
     "resume|seed|start|steps|temperature"
 )

@@ -16,7 +16,7 @@ from halve.engine.lower import lower_
 from halve.engine.recorded import ALONE
 from halve.errors import EngineError, ModelError
 from halve.graph import Captured, capture
-from halve.masks.apply import Changed, apply
+from halve.masks.apply import OnChanged, apply
 from halve.masks.mask import MaskSet
 
 
@@ -27,8 +27,8 @@ def compile(
     *,
     dtype: torch.dtype | None = None,
     batch_sizes: tuple[int, ...] = (),
-    changed: Changed = "warn",
-    like: Compiled | None = None,
+    on_changed: OnChanged = "warn",
+    plan_from: Compiled | None = None,
 ) -> Compiled:
     """The masked model as a module for inference that runs on sparse kernels where these are faster.
 
@@ -38,8 +38,8 @@ def compile(
     the example's batch size and `batch_sizes` are timed and recorded now, see `Compiled.warmup`.
 
     BatchNorm is folded; bias, activation and residual run inside of the layer; what is not understood runs as it was.
-    `like` is a compiled network of the same structure, whose plan is taken over: an updated checkpoint under the same
-    masks is packed and recorded, and nothing is timed again.
+    `plan_from` is a compiled network of the same structure, whose plan is taken over: an updated checkpoint under the
+    same masks is packed and recorded, and nothing is timed again.
 
     Where nothing can run sparse the network runs dense, with a warning that says why. The model stays as it is.
 
@@ -54,30 +54,30 @@ def compile(
     """
     inputs = example if isinstance(example, tuple) else (example,)
     _check_example(model, inputs)
-    _check_options(masks, dtype, batch_sizes, like)
+    _check_options(masks, dtype, batch_sizes, plan_from)
     floating = [x.dtype for x in inputs if x.is_floating_point()]
     computed = dtype or (floating[0] if floating else torch.float32)
     if not computed.is_floating_point:
         raise EngineError(f"dtype={computed}: networks are computed in float16, bfloat16 or float32")
     with ALONE, torch.no_grad():  # what one thread records, the work of another may spoil
-        fast = _compiled(model, masks, inputs, computed, changed)
+        fast = _compiled(model, masks, inputs, computed, on_changed)
         reason = missing(inputs[0].device, computed)
         if reason is None and not any(way.startswith("sparse") for layer in fast.layers for way in layer.possible()):
             reason = "no layer that was captured is 2:4 along its input channels, in blocks of four"
         if reason is not None:
             fast.fall_back(reason)
-        elif like is not None:
-            fast.take_plan_of(like)
+        elif plan_from is not None:
+            fast.take_plan_of(plan_from)
         return fast.warmup([len(inputs[0]), *batch_sizes, *fast.plan.batches])
 
 
 def _compiled(
-    model: nn.Module, masks: MaskSet, inputs: tuple[Tensor, ...], dtype: torch.dtype, changed: Changed
+    model: nn.Module, masks: MaskSet, inputs: tuple[Tensor, ...], dtype: torch.dtype, on_changed: OnChanged
 ) -> Compiled:
     """Captured, fused and converted, with every layer dense; it runs on the example."""
     name = type(model).__name__
     exact = torch.float64 if dtype == torch.float64 else torch.float32  # what is folded and fused in
-    masked = apply(model, masks, permute=bool(masks.moves), changed=changed).eval()
+    masked = apply(model, masks, permute=bool(masks.moves), on_changed=on_changed).eval()
     convert_(masked, exact, inputs[0].device)
     given = tuple(_in(exact, x).contiguous() for x in inputs)  # code that looks at images as rows runs on these alone
     captured = _captured(masked, given)
@@ -124,12 +124,12 @@ def _check_example(model: nn.Module, inputs: tuple[Any, ...]) -> None:
         )
 
 
-def _check_options(masks: Any, dtype: Any, batch_sizes: Any, like: Any) -> None:
+def _check_options(masks: Any, dtype: Any, batch_sizes: Any, plan_from: Any) -> None:
     wanted: tuple[tuple[str, Any, Any, str], ...] = (
         ("masks", masks, MaskSet, "a MaskSet, from halve.learn, halve.prune or halve.load"),
         ("dtype", dtype, torch.dtype | None, "a type such as torch.float16"),
         ("batch_sizes", batch_sizes, Sequence, "a tuple of whole numbers"),
-        ("like", like, Compiled | None, "what halve.compile gave for a network of the same structure"),
+        ("plan_from", plan_from, Compiled | None, "what halve.compile gave for a network of the same structure"),
     )
     for name, value, kind, words in wanted:
         if not isinstance(value, kind):

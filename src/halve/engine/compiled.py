@@ -214,10 +214,10 @@ class Compiled(nn.Module):
     def take_plan_of(self, other: "Compiled") -> None:
         """Run each layer as another network of the same structure does."""
         if [(a.name, a.geometry) for a in self.layers] != [(b.name, b.geometry) for b in other.layers]:
-            raise EngineError("like= is a network of other layers: compile this one on its own")
+            raise EngineError("plan_from= is a network of other layers: compile this one on its own")
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             if not mine.halved and any(way.startswith("sparse") for way in theirs.ways.values()):
-                raise EngineError(f"layer {mine.name} is 2:4 in like= and not here: masks must be the same")
+                raise EngineError(f"layer {mine.name} is 2:4 in plan_from= and not here: masks must be the same")
             mine.take(theirs.ways)
         self.plan = Plan({size: list(table) for size, table in other.plan.batches.items()}, dict(self.plan.left))
 

@@ -14,10 +14,10 @@ from halve.masks.mask import Mask, MaskSet
 from halve.masks.moves import move_
 from halve.modules import clone, kind_of, set_weight_, weight_of
 
-Changed = Literal["warn", "error", "ignore"]
+OnChanged = Literal["warn", "error", "ignore"]
 
 
-def apply(model: nn.Module, masks: MaskSet, *, permute: bool = False, changed: Changed = "warn") -> nn.Module:
+def apply(model: nn.Module, masks: MaskSet, *, permute: bool = False, on_changed: OnChanged = "warn") -> nn.Module:
     """A copy of the model with zeros where the masks keep nothing; the model itself stays as it is.
 
     The copy is a plain module: same class, same state-dict names. Recalibrated BatchNorm statistics in `masks` are put
@@ -29,8 +29,8 @@ def apply(model: nn.Module, masks: MaskSet, *, permute: bool = False, changed: C
     and exported models need it, the outputs stay as they are within float noise, and the weights are no longer in the
     checkpoint's order.
 
-    `changed` says what happens on weights that the masks were not made for: "warn" (and say how large the update is for
-    each layer), "error", or "ignore".
+    `on_changed` says what happens on weights that the masks were not made for: "warn" (and say how large the update is
+    for each layer), "error", or "ignore".
 
     >>> import halve
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
@@ -38,13 +38,13 @@ def apply(model: nn.Module, masks: MaskSet, *, permute: bool = False, changed: C
     >>> int((sparse[0].weight == 0).sum()), int((model[0].weight == 0).sum())
     (32, 0)
     """
-    if changed not in ("warn", "error", "ignore"):
-        raise MaskError(f"changed={changed!r}: it must be 'warn', 'error' or 'ignore'")
+    if on_changed not in ("warn", "error", "ignore"):
+        raise MaskError(f"on_changed={on_changed!r}: it must be 'warn', 'error' or 'ignore'")
     weights = check_fit(model, masks)
-    if changed != "ignore" and (updates := updates_of(weights, masks)):
+    if on_changed != "ignore" and (updates := updates_of(weights, masks)):
         message = _changed_message(updates)
-        if changed == "error":
-            raise MaskError(f"{message}; changed='warn' applies the masks all the same")
+        if on_changed == "error":
+            raise MaskError(f"{message}; on_changed='warn' applies the masks all the same")
         warnings.warn(message, ChangedWeightsWarning, stacklevel=2)
     copy = clone(model)
     for name, mask in masks.items():

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from halve.errors import FileError, HalveError, MaskError, ModelError, listed
 from halve.masks import storage
-from halve.masks.apply import Changed, apply
+from halve.masks.apply import OnChanged, apply
 from halve.masks.bits import pack_bits, unpack_bits
 from halve.masks.file import header_of, masks_from, tensors_of
 from halve.masks.layout import Layout
@@ -37,7 +37,7 @@ def pack(
     path: str | Path,
     *,
     dtype: torch.dtype | None = None,
-    changed: Changed = "warn",
+    on_changed: OnChanged = "warn",
 ) -> Path:
     """Write the masked model's checkpoint with kept values only; `dtype` casts floating tensors first.
 
@@ -53,7 +53,7 @@ def pack(
         raise MaskError(
             f"dtype={dtype} would destroy the weights: pack in a floating-point type, such as torch.float16"
         )
-    state = apply(model, masks, changed=changed).state_dict(keep_vars=True)
+    state = apply(model, masks, on_changed=on_changed).state_dict(keep_vars=True)
     first = _first_names(state, masks)
     tensors, aliases = tensors_of(masks), {}
     for name, value in state.items():

@@ -8,7 +8,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from halve.batches import Forward, Progress, count_of, iterate, run
 from halve.errors import DataError, ModelError
-from halve.masks.apply import Changed, apply
+from halve.masks.apply import OnChanged, apply
 from halve.masks.mask import MaskSet
 from halve.modules import clone
 
@@ -20,7 +20,7 @@ def recalibrate(
     *,
     forward: Forward | None = None,
     progress: Progress | None = None,
-    changed: Changed = "warn",
+    on_changed: OnChanged = "warn",
 ) -> MaskSet:
     """The same masks, with BatchNorm statistics corrected for what the masks shift, measured on `data` (no labels).
 
@@ -37,7 +37,7 @@ def recalibrate(
     >>> sorted(masks.statistics)
     ['1.running_mean', '1.running_var']
     """
-    sparse = apply(model, MaskSet(masks), changed=changed)
+    sparse = apply(model, MaskSet(masks), on_changed=on_changed)
     dense = clone(model)
     norms, before = _measuring_(sparse), _measuring_(dense)
     if not norms:
