@@ -13,11 +13,13 @@ from pathlib import Path
 import torch
 
 from halve.bench.records import hardware, versions
-from halve.engine import ops
-from halve.engine.timing import graph_times
+from halve.engine.kernels.kernel import Layout
+from halve.engine.kernels.pool.family import Pool
+from halve.engine.operations import MaxPool
+from halve.engine.timing import measure
 
 RESULTS = Path(__file__).parent / "results" / "pool.json"
-WINDOW = ([3, 3], [2, 2], [1, 1], [1, 1], False)
+WINDOW = MaxPool((3, 3), (2, 2), (1, 1), (1, 1), False)
 
 
 def main() -> None:
@@ -31,9 +33,12 @@ def main() -> None:
     found = []
     for batch in options.batches:
         x = torch.randn(batch, 64, 112, 112, device="cuda", dtype=torch.float16).to(memory_format=torch.channels_last)
-        systems = {"torch": lambda x=x: torch.max_pool2d(x, *WINDOW), "halve": lambda x=x: ops.max_pool2d(x, *WINDOW)}
+        systems = {
+            "torch": lambda x=x: WINDOW.reference([x], {}),
+            "halve": lambda x=x: Pool().run([Layout.NHWC.of(x)], {}, WINDOW, "nhwc"),
+        }
         assert torch.equal(systems["torch"](), systems["halve"]())
-        for system, ms in graph_times(systems).items():
+        for system, ms in measure(systems, x.device).items():
             found.append(
                 {"batch": batch, "dtype": "float16", "system": system, "median_ms": round(ms, 5)}
                 | {"hardware": hardware(x.device), "versions": versions(), "date": datetime.date.today().isoformat()}

@@ -4,7 +4,7 @@ from halve.bench.measure import bench
 from halve.check.evaluate import evaluate
 from halve.check.verify import verify
 from halve.engine.compile import compile
-from halve.engine.saved import load as load_compiled
+from halve.engine.compiled import load as load_compiled
 from halve.errors import HalveError
 from halve.learn.learn import learn
 from halve.learn.objective import Views

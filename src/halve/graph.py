@@ -1,7 +1,8 @@
-"""Capture a model's structure with torch.export: the one way, for whoever needs it.
+"""Capture a model's structure with torch.export: one function, for every room that needs a graph.
 
-A captured part is a graph of ATen operations with a free batch size, whose weights carry their names in the model. What
-cannot be exported whole is captured in its largest exportable modules, and the rest is named with the reason.
+A captured part is a functional graph of ATen operations: nothing in it writes to memory, and what the module itself
+would write to (its buffers, its inputs) is listed beside the graph. The batch size is free, and weights keep their
+state-dict names. A model that cannot be exported as one graph is captured in its largest exportable modules.
 """
 
 import contextlib
@@ -18,28 +19,32 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
+from torch.export.graph_signature import OutputKind
 
-from halve.errors import ModelError, listed
+from halve.errors import ModelError, first_line, listed
 from halve.modules import clone, kind_of
 
-TRACING = threading.RLock()  # torch traces by patching nn.Module for the whole process: one thread at a time
-Sizes = tuple[tuple[tuple[int, int | None], ...], ...]
+TRACING_LOCK = threading.RLock()  # tracing patches nn.Module for the whole process: only one thread may trace at a time
+Sizes = tuple[tuple[tuple[int, int | None], ...], ...]  # per input and dimension: smallest and largest size (None: any)
 
-_CALL = "model"  # where a model stands inside of `_Called`
+_CALL = "model"  # the name of the model inside `_Called`
+_ATEN = torch.ops.aten
 
 
 @dataclass(frozen=True)
 class Part:
-    """A captured module: `name` is its place in the model, "" for the model itself.
+    """A captured module. `name` is its name in the model, "" for the model itself.
 
-    `tensors` gives for each placeholder of the graph that is in the model's state dict its name there; tensors that are
-    tied have one name, the first.
+    `tensors` maps each placeholder that holds a parameter or persistent buffer to its state-dict name; tied tensors
+    share one name, the first. `conditions` are torch.export's guards on input sizes, as Python expressions.
     """
 
     name: str
     program: ExportedProgram = field(repr=False)
     tensors: Mapping[str, str] = field(repr=False)
     prefix: str = field(default="", repr=False)
+    conditions: tuple[str, ...] = field(default=(), repr=False)
+    writes_inputs: bool = False
 
     @property
     def graph(self) -> torch.fx.Graph:
@@ -47,25 +52,23 @@ class Part:
         return graph
 
     @property
-    def free_batch(self) -> bool:
-        """Whether the graph holds for any number of images, as far as its inputs tell."""
-        inputs = set(self.program.graph_signature.user_inputs)
-        values = [node.meta.get("val") for node in self.graph.nodes if node.op == "placeholder" and node.name in inputs]
-        batched = [value for value in values if isinstance(value, Tensor) and value.dim()]
-        return bool(batched) and any(isinstance(value.shape[0], torch.SymInt) for value in batched)
+    def writes_buffers(self) -> bool:
+        return bool(self.program.graph_signature.buffers_to_mutate)
 
-    def sizes(self) -> "Sizes":
-        """For each input that is a tensor the sizes that the graph holds for: from, to; None where there is no end."""
-        held = {node.name: node.meta.get("val") for node in self.graph.nodes if node.op == "placeholder"}
-        inputs = [held.get(str(name)) for name in self.program.graph_signature.user_inputs]
-        return tuple(tuple(map(self._limits, x.shape)) for x in inputs if isinstance(x, Tensor))
+    def sizes(self) -> Sizes:
+        """The input sizes that the graph is valid for."""
+        values = {node.name: node.meta.get("val") for node in self.graph.nodes if node.op == "placeholder"}
+        inputs = [values.get(str(name)) for name in self.program.graph_signature.user_inputs]
+        tensors = [x for x in inputs if isinstance(x, Tensor)]
+        return tuple(tuple(self._limits(dim, size) for dim, size in enumerate(x.shape)) for x in tensors)
 
-    def _limits(self, size: Any) -> tuple[int, int | None]:
+    def _limits(self, dim: int, size: Any) -> tuple[int, int | None]:
         if isinstance(size, int):
             return size, size
         limits = self.program.range_constraints.get(size.node.expr)
         least = int(limits.lower) if limits is not None else 0
-        return (0 if least <= 2 else least), None  # torch.export calls everything that is not 1 "2 or more"
+        # torch.export excludes 1 from every free size. For batches, callers check whether the model does too.
+        return (0 if dim == 0 and least <= 2 else least), None
 
     def module_of(self, node: torch.fx.Node) -> str:
         """The name, in the model, of the innermost module that an operation belongs to."""
@@ -78,14 +81,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Captured:
-    """What `capture` found: one part when the model could be exported whole."""
+    """The result of `capture`: one part if the model could be exported as one graph."""
 
     parts: tuple[Part, ...]
-    left: Mapping[str, str]  # modules with layers that are in no part, and why
-    reason: str = ""  # why the model could not be exported whole
+    uncaptured: Mapping[str, str]  # modules with layers that are in no part, and why
+    reason: str = ""  # why the model could not be exported as one graph
 
     @property
-    def whole(self) -> bool:
+    def complete(self) -> bool:
+        """Whether one graph holds the whole model."""
         return len(self.parts) == 1 and not self.parts[0].name
 
 
@@ -94,17 +98,21 @@ def capture(
     example: Any,
     forward: Callable[[nn.Module, Any], Any] | None = None,
     *,
-    free_size: bool = False,
+    any_size: bool = False,
 ) -> Captured:
-    """The structure of a model, as it runs in eval mode on an example.
+    """Capture the structure of a model as it runs in eval mode on an example. The model is not changed.
 
-    `example` is a tensor of images or a tuple of arguments; with `forward` it is whatever `forward(model, example)`
-    takes. One image is enough: it is doubled inside, since a graph of batch 1 would hold for batch 1 only. With
-    `free_size` the graph holds for images of other sizes too, where the model does. The model stays as it is.
+    Args:
+        model: any module.
+        example: a tensor of images or a tuple of arguments; with `forward`, whatever `forward(model, example)` takes.
+            One image is enough: it is doubled, since a graph captured with batch 1 is only valid for batch 1.
+        forward: how to run the model on the example, for unusual batches.
+        any_size: capture a graph that is valid for other image sizes too, if the model allows it. Slower, and the
+            graph comes with more guards. Parts are always captured this way: a model may call them with any size.
 
     >>> captured = capture(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), torch.zeros(1, 3, 8, 8))
-    >>> captured.whole, captured.parts[0].free_batch, sorted(captured.parts[0].tensors.values())
-    (True, True, ['0.bias', '0.weight'])
+    >>> captured.complete, sorted(captured.parts[0].tensors.values()), captured.parts[0].sizes()
+    (True, ['0.bias', '0.weight'], (((0, None), (3, 3), (8, 8), (8, 8)),))
     """
     copy = clone(model).eval()
     names = _names(copy)
@@ -112,79 +120,112 @@ def capture(
     arguments = tuple(two_images(argument) for argument in arguments)
     root = copy if forward is None else _Called(copy, forward)
     prefix = "" if forward is None else _CALL
-    with TRACING, torch.no_grad(), _quiet():
-        program, reason = _export(root, arguments, {}, free_size)
-        if program is not None:
-            return Captured((Part("", program, _tensors(program, "", prefix, names), prefix),), {})
-        parts, left = _in_parts(copy, root, arguments, reason, names, free_size)
+    with TRACING_LOCK, torch.no_grad(), _quiet():
+        found = _export(root, arguments, {}, any_size)
+        if not isinstance(found, str):
+            return Captured((_part("", found, prefix, names),), {})
+        parts, uncaptured = _in_parts(copy, root, arguments, found, names)
     if not parts:
-        reasons = listed([f"{name or type(model).__name__}: {why}" for name, why in left.items()], most=3)
-        raise ModelError(f"torch.export can capture no part of {type(model).__name__}: {reasons}")
-    return Captured(tuple(parts), left, reason)
+        reasons = listed([f"{name or type(model).__name__}: {why}" for name, why in uncaptured.items()], most=3)
+        raise ModelError(f"torch.export cannot capture any part of {type(model).__name__}: {reasons}")
+    return Captured(tuple(parts), uncaptured, found)
 
 
 def _in_parts(
-    model: nn.Module,
-    root: nn.Module,
-    arguments: tuple[Any, ...],
-    reason: str,
-    names: Mapping[int, str],
-    free_size: bool,
+    model: nn.Module, root: nn.Module, arguments: tuple[Any, ...], reason: str, names: Mapping[int, str]
 ) -> tuple[list[Part], dict[str, str]]:
-    """The largest modules that can be exported on what they are given in one run of the whole model."""
+    """The largest modules that can be exported with the arguments they get in one run of the model."""
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     with _recording(model, calls):
         try:
             root(*arguments)
         except Exception as error:  # the model's own code, on an example that may not fit it
-            raise ModelError(f"{type(model).__name__} cannot run on the example: {error}") from error
+            raise ModelError(f"{type(model).__name__} does not run on the example: {error}") from error
     parts: list[Part] = []
-    left: dict[str, str] = {}
+    uncaptured: dict[str, str] = {}
 
     def descend(name: str, module: nn.Module, why: str) -> None:
         for child_name, child in module.named_children():
             path = ".".join(filter(None, (name, child_name)))
             if not any(kind_of(inner) for inner in child.modules()):
                 continue
-            program, reason = None, why
+            found: _Exported | str = why
             if path in calls:
-                program, reason = _export(child, *calls[path], free_size)
+                found = _export(child, *calls[path], any_size=True)
             elif kind_of(child):
-                reason = "it did not run on the example"
-            if program is not None:
-                parts.append(Part(path, program, _tensors(program, path, "", names)))
+                found = "it did not run on the example"
+            if not isinstance(found, str):
+                parts.append(_part(path, found, "", names))
             elif kind_of(child):
-                left[path] = reason
+                uncaptured[path] = found
             else:
-                descend(path, child, reason)
+                descend(path, child, found)
 
     descend("", model, reason)
-    return parts, left
+    return parts, uncaptured
 
 
-def _export(
-    module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], free_size: bool
-) -> tuple[ExportedProgram | None, str]:
-    """The exported module, or None and why not."""
+@dataclass(frozen=True)
+class _Exported:
+    program: ExportedProgram
+    conditions: tuple[str, ...]
+    writes_inputs: bool
+
+
+def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], any_size: bool) -> _Exported | str:
+    """The exported module, or the reason why it cannot be exported."""
 
     def free(value: Any) -> dict[int, Any] | None:
         if not _is_batched(value):
             return None
-        return dict.fromkeys((0, 2, 3) if free_size and value.dim() == 4 else (0,), Dim.AUTO)
+        return dict.fromkeys((0, 2, 3) if any_size and value.dim() == 4 else (0,), Dim.AUTO)
 
     try:
         named = dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
         shapes = pytree.tree_map(free, named)
-        return torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False), ""
-    except Exception as error:  # exporting runs the model's own code on stand-ins, which may raise anything
-        if free_size:
-            return _export(module, args, kwargs, free_size=False)
-        first = (str(error).strip().splitlines() or [""])[0]
-        return None, f"{type(error).__name__}: {first[:160]}"
+        program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
+        conditions = getattr(program, "_guards_code", None)
+        if any_size and conditions is None:  # a version of torch that does not tell its guards
+            return _export(module, args, kwargs, any_size=False)
+        _keep_casts_(program.graph)
+        program = program.run_decompositions({})
+        writes = _drop_input_writes_(program)
+        return _Exported(program, tuple(conditions or ()), writes)
+    except Exception as error:  # exporting runs the model's own code on fake tensors, which may raise anything
+        return _export(module, args, kwargs, any_size=False) if any_size else first_line(error)
+
+
+def _keep_casts_(graph: torch.fx.Graph) -> None:
+    """Write casts as copies: one to the dtype of the capture would vanish, and matter in another dtype."""
+    for node in graph.nodes:
+        if node.target is _ATEN.to.dtype:
+            dtype = node.args[1]
+        elif node.target is _ATEN.type_as.default:
+            dtype = node.args[1].meta["val"].dtype
+        else:
+            continue
+        node.target, node.args, node.kwargs = _ATEN._to_copy.default, node.args[:1], {"dtype": dtype}
+
+
+def _drop_input_writes_(program: ExportedProgram) -> bool:
+    """Whether the module writes to its inputs; the graph then no longer returns what it would write."""
+    kept = [spec.kind != OutputKind.USER_INPUT_MUTATION for spec in program.graph_signature.output_specs]
+    if all(kept):
+        return False
+    output = program.graph.output_node()
+    output.args = (tuple(value for value, keep in zip(output.args[0], kept, strict=True) if keep),)
+    specs = program.graph_signature.output_specs
+    specs[:] = [spec for spec, keep in zip(specs, kept, strict=True) if keep]
+    return True
+
+
+def _part(name: str, exported: _Exported, prefix: str, names: Mapping[int, str]) -> Part:
+    tensors = _tensors(exported.program, name, prefix, names)
+    return Part(name, exported.program, tensors, prefix, exported.conditions, exported.writes_inputs)
 
 
 class _Called(nn.Module):
-    """A model with the user's way of running it."""
+    """A model together with the function that runs it."""
 
     def __init__(self, model: nn.Module, forward: Callable[[nn.Module, Any], Any]) -> None:
         super().__init__()
@@ -196,7 +237,7 @@ class _Called(nn.Module):
 
 
 def two_images(example: Any) -> Any:
-    """The first two images of a batch; one image is doubled. A list of single images stays as it is."""
+    """The first two images of a batch; a single image is doubled. A list of images is returned unchanged."""
     if isinstance(example, list) and all(isinstance(image, Tensor) and image.dim() == 3 for image in example):
         return example
     return pytree.tree_map(_two_of, example)
@@ -213,19 +254,19 @@ def _is_batched(value: Any) -> bool:
 
 
 def _names(model: nn.Module) -> dict[int, str]:
-    """For each parameter and buffer its first state-dict name."""
+    """The first state-dict name of each parameter and buffer, by id."""
     named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     return {id(tensor): name for name, tensor in reversed(named)}
 
 
 def _tensors(program: ExportedProgram, name: str, prefix: str, names: Mapping[int, str]) -> dict[str, str]:
-    """Placeholder -> state-dict name in the whole model."""
+    """Placeholder -> state-dict name in the model."""
     signature = program.graph_signature
     held = {**program.state_dict, **program.constants}
     result = {}
     for placeholder, own in {**signature.inputs_to_parameters, **signature.inputs_to_buffers}.items():
         if own in signature.non_persistent_buffers:
-            continue  # no checkpoint carries it
+            continue  # not in any checkpoint
         tensor = held.get(own)
         inner = own.removeprefix(f"{prefix}.") if prefix else own
         result[placeholder] = names.get(id(tensor), ".".join(filter(None, (name, inner))))
@@ -234,7 +275,7 @@ def _tensors(program: ExportedProgram, name: str, prefix: str, names: Mapping[in
 
 @contextlib.contextmanager
 def _recording(model: nn.Module, calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]]) -> Iterator[None]:
-    """Notes what each module is called with, the first time."""
+    """Record the arguments of each module's first call."""
 
     def hook(name: str) -> Any:
         def note(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -245,7 +286,7 @@ def _recording(model: nn.Module, calls: dict[str, tuple[tuple[Any, ...], dict[st
     handles = [
         module.register_forward_pre_hook(hook(name), with_kwargs=True)
         for name, module in model.named_modules()
-        if name and not isinstance(module, torch.jit.ScriptModule)  # which takes no hooks
+        if name and not isinstance(module, torch.jit.ScriptModule)  # takes no hooks
     ]
     try:
         yield
@@ -256,7 +297,7 @@ def _recording(model: nn.Module, calls: dict[str, tuple[tuple[Any, ...], dict[st
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the exporter from printing whole graphs where it fails: the outcome says what counts."""
+    """Keep the exporter from printing graphs when it fails: the reason is returned."""
     before = logging.root.manager.disable
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")

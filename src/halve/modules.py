@@ -197,3 +197,8 @@ def _weight_hook(module: nn.Module) -> Any:
         if isinstance(hook, prune.BasePruningMethod) and hook._tensor_name == "weight":
             return hook
     return None
+
+
+def convert_(module: nn.Module, dtype: torch.dtype, device: torch.device | None = None) -> None:
+    """Convert floating-point parameters and buffers; integers and complex numbers keep their dtype. For copies only."""
+    module._apply(lambda x: x.to(device, dtype if x.is_floating_point() else x.dtype))

@@ -21,7 +21,7 @@ def test_records_hold_all_that_is_needed_and_leave_out_what_is_unknown():
 
 
 def test_layer_records_hold_the_plan():
-    entry = Entry("conv1", "4>8 3x3 at 1 x 8 x 8", "sparse 64x64", 0.1, 0.2, 0.15, 0.1, "fastest")
+    entry = Entry("conv1", "4>8 3x3 at 1 x 8 x 8", "mma_sp 64x64", True, 0.1, 0.2, 0.15, 0.1, "fastest")
     measured = [Measurement(1, "halve", 1.0, 1.0, 1.0, plan=(entry,))]
     [record] = layer_records(measured, "net", torch.float32, torch.device("cpu"))
     assert list(record) == [
@@ -29,10 +29,11 @@ def test_layer_records_hold_the_plan():
         "layer",
         "shape",
         "kernel",
+        "sparse",
         "time_ms",
         "dense_ms",
-        "twin_ms",
+        "our_dense_ms",
         "sparse_ms",
         "reason",
     ]
-    assert record["kernel"] == "sparse 64x64"
+    assert record["kernel"] == "mma_sp 64x64"

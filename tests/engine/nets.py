@@ -7,8 +7,12 @@ import torchvision
 from torch import nn
 
 import halve
+from halve.engine.kernels.kernel import Kernel
+from halve.engine.kernels.registry import FALLBACK
 from halve.errors import EngineWarning
 from tests.tiny import images
+
+SPARSE = Kernel("mma_sp", "64x64")
 
 
 def compiled(model, masks=None, example=None, **options):
@@ -20,7 +24,7 @@ def compiled(model, masks=None, example=None, **options):
 def sparsely(fast):
     """Let every layer that can run on packed weights; without a GPU the reference does."""
     for layer in fast.layers:
-        layer.take({1: "sparse 64x64" if layer.halved else "torch"})
+        layer.use({1: SPARSE if layer.is_2_4 else FALLBACK})
     return fast
 
 

@@ -11,13 +11,14 @@ from torch import nn
 import halve
 from halve.engine import recorded
 from halve.engine.kernels.cuda import driver
+from halve.engine.kernels.registry import FALLBACK
 from halve.errors import EngineError, EngineWarning
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning", "ignore:.*deprecated:DeprecationWarning"),  # torch
     pytest.mark.skipif(
-        not torch.cuda.is_available() or driver.missing(torch.device("cuda")) is not None, reason="no fitting GPU"
+        not torch.cuda.is_available() or driver.unavailable(torch.device("cuda")) is not None, reason="no fitting GPU"
     ),
 ]
 
@@ -50,7 +51,7 @@ def photos(count, size=64, seed=0):
 def made():
     model = network()
     masks = halve.prune(model)
-    fast = halve.compile(model, masks, photos(2), batch_sizes=(1, 8))
+    fast = halve.compile(model, masks, photos(2), batch_sizes=(1, 8), any_size=True)
     return model, masks, fast
 
 
@@ -86,11 +87,11 @@ def test_networks_that_run_on_our_kernels_throughout_are_right(name):
     masks = halve.prune(model)
     fast = halve.compile(model, masks, photos(2))
     x = photos(5)
-    for kind in ("sparse", "twin"):
+    for family in ("mma_sp", "mma"):
         for layer in fast.layers:
-            ours = [way for way in layer.possible() if way.startswith(kind)]
+            ours = [kernel for kernel in layer.possible(x.device) if kernel.family == family]
             if ours:
-                layer.take({1: ours[len(layer.name) % len(ours)]})
+                layer.use({1: ours[len(layer.name) % len(ours)]})
         close(fast(x), reference(model, masks, x), 0.05)
 
 
@@ -173,7 +174,7 @@ def test_recordings_are_bounded(made, monkeypatch):
     fast.warmup([1, 2])
     assert len(recordings.known) == 2
     assert recordings.of((x,)) is None
-    assert "8 images was given up" in fast.plan.left["CUDA graph"]
+    assert "dropped for batch size 8" in fast.plan.uncompiled["CUDA graph"]
     assert torch.equal(recordings.replay((x,), old), expected)  # by a call that had found it before it made room
 
 
@@ -182,7 +183,8 @@ def test_a_recording_keeps_the_weights_that_it_reads(made):
     x = photos(2)
     expected = fast(x)
     for layer in fast.layers:  # as planning does, where another batch size decides otherwise for the same input
-        layer.take({1: "twin 64x64" if layer.geometry.channels % 4 == 0 else "torch"})
+        ours = [kernel for kernel in layer.possible(x.device) if kernel.family == "mma"]
+        layer.use({1: (ours or [FALLBACK])[0]})
     filled = [torch.full((1 << 20,), 7.0, device="cuda") for _ in range(64)]
     assert torch.equal(fast(x), expected)
     assert len(filled) == 64
@@ -205,10 +207,10 @@ def test_calls_go_on_while_another_batch_size_is_planned(made):
 def test_nothing_is_timed_twice(made, monkeypatch):
     model, masks, _ = made
 
-    def refuse(*args):
+    def refuse(*args, **kwargs):
         raise AssertionError("timed again")
 
-    monkeypatch.setattr("halve.engine.plan.graph_times", refuse)
+    monkeypatch.setattr("halve.engine.plan.measure", refuse)
     halve.compile(model, masks, photos(2))
 
 
@@ -220,7 +222,7 @@ def test_an_updated_checkpoint_is_swapped_in_without_timing(made, monkeypatch):
             parameter.mul_(1.05)
     monkeypatch.setattr("halve.engine.compiled.decide", None)
     new = halve.compile(updated, masks, photos(2), on_changed="ignore", plan_from=fast)
-    assert [layer.ways for layer in new.layers] == [layer.ways for layer in fast.layers]
+    assert [layer.kernels for layer in new.layers] == [layer.kernels for layer in fast.layers]
     x = photos(8)
     with torch.no_grad():
         close(new(x), halve.apply(updated, masks, on_changed="ignore").cuda()(x.float()))
@@ -235,9 +237,9 @@ def test_saved_loaded_copied_and_moved_it_is_the_same(made, tmp_path):
     assert torch.equal(again(x), expected)
     assert str(again.plan) == str(fast.plan)
     assert torch.equal(copy.deepcopy(fast)(x), expected)
-    with pytest.warns(EngineWarning, match="running dense: .* this is cpu"):
+    with pytest.warns(EngineWarning, match="running dense: .* got cpu"):
         there = copy.deepcopy(fast).cpu()
-    assert all(layer.way_for(1) == "torch" for layer in there.layers)
+    assert all(layer.kernel_for(1) == FALLBACK for layer in there.layers)
     close(there(x.cpu()).cuda(), expected.float())
     assert torch.equal(there.cuda()(x), expected)
     assert there.reason is None
@@ -247,11 +249,11 @@ def test_saved_loaded_copied_and_moved_it_is_the_same(made, tmp_path):
 
 def test_what_was_compiled_on_a_cpu_runs_sparse_after_it_moved_to_a_gpu(made):
     model, masks, _ = made
-    with pytest.warns(EngineWarning, match="this is cpu"):
+    with pytest.warns(EngineWarning, match="got cpu"):
         fast = halve.compile(model, masks, photos(1).cpu())
     fast = fast.cuda().warmup([1])
     assert fast.reason is None
-    assert any(entry.kernel.startswith("sparse") for entry in fast.plan)
+    assert any(entry.sparse for entry in fast.plan)
     close(fast(photos(1)), reference(model, masks, photos(1)))
 
 
@@ -259,7 +261,7 @@ def test_masks_with_channel_orders_run_sparse():
     model = network()
     masks = halve.prune(model, permute=True, permute_seconds=5, example=torch.randn(2, 3, 64, 64))
     fast = halve.compile(model, masks, photos(2))
-    assert {layer.name for layer in fast.layers if layer.halved} == set(masks)
+    assert {layer.name for layer in fast.layers if layer.is_2_4} == set(masks)
     close(fast(photos(3)), reference(model, masks, photos(3)))
 
 

@@ -11,8 +11,9 @@ import halve
 from halve.engine import compiled as of_compiled
 from halve.engine import plan
 from halve.engine.capture import guards as of_guards
-from halve.engine.timing_cache import Memory
-from halve.errors import EngineError, EngineWarning
+from halve.engine.kernels.kernel import KernelFamily
+from halve.engine.kernels.registry import FAMILIES
+from halve.errors import EngineError, EngineWarning, OptionError
 from tests.engine.nets import Net, compiled, sparsely
 from tests.tiny import convnet, images
 
@@ -55,7 +56,7 @@ def test_what_a_network_makes_along_the_way_moves_with_it():
     assert fast.to("meta")(images(2).to("meta")).shape == images(2).shape
 
 
-def test_code_that_sets_one_image_apart_is_not_asked_for_one():
+def test_code_that_treats_one_image_differently_is_not_asked_for_one():
     fast = agree(lambda n, x: n.a(x)[0] if x.shape[0] == 1 else n.a(x), images(2), images(3))
     with pytest.raises(EngineError, match="2 or more"):
         fast(images(1))
@@ -63,11 +64,11 @@ def test_code_that_sets_one_image_apart_is_not_asked_for_one():
 
 def test_examples_without_a_number_of_images_are_refused():
     for example in (images(2)[:0], (images(2), torch.ones(4))):
-        with pytest.raises(EngineError, match="first dimension"):
+        with pytest.raises(OptionError, match="first dimension"):
             agree(lambda n, x, *_: n.a(x), example)
-    with pytest.raises(EngineError, match="meta"):
+    with pytest.raises(OptionError, match="meta"):
         agree(lambda n, x: n.a(x), images(2).to("meta"))
-    with pytest.raises(EngineError, match=r"dtype=torch\.int8"):
+    with pytest.raises(OptionError, match=r"floating-point type such as torch\.float16, got torch\.int8"):
         agree(lambda n, x: n.a(x), images(2), dtype=torch.int8)
 
 
@@ -98,7 +99,7 @@ def test_shapes_that_fit_are_remembered_within_bounds(monkeypatch):
     fast = compiled(convnet())
     for count in range(1, 9):
         fast(images(count))
-    assert len(fast._fitting) <= 3
+    assert len(fast._valid) <= 3
 
 
 def test_a_device_of_which_a_constant_alone_is_elsewhere():
@@ -107,93 +108,100 @@ def test_a_device_of_which_a_constant_alone_is_elsewhere():
     assert copy.deepcopy(fast).float()(images(2)).device.type == "cpu"
 
 
-def test_layers_whose_channels_are_no_blocks_of_four_count_for_nothing(monkeypatch):
-    monkeypatch.setattr("halve.engine.compile.missing", lambda *_: None)
+def test_layers_whose_channels_are_not_blocks_of_four_do_not_count(everywhere):
     model = nn.Sequential(nn.Conv2d(2, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1)).eval()
-    with pytest.warns(EngineWarning, match="no layer that was captured is 2:4"):
-        halve.compile(model, halve.MaskSet({}), torch.randn(2, 2, 4, 4).half())
+    with pytest.warns(EngineWarning, match="no captured layer is 2:4"):
+        halve.compile(model, halve.MaskSet({}), torch.randn(2, 2, 4, 4))
+
+
+class Everywhere(KernelFamily):
+    """A sparse kernel for any device; `broken` makes it fail when a whole network runs on it."""
+
+    name, sparse, version, broken = "everywhere", True, "1", False
+
+    def unavailable(self, device, dtype):
+        return None if device.type == "cpu" else f"everywhere does not run on {device.type}"
+
+    def variants(self, piece, device):
+        return ["only"] if piece.is_2_4 and piece.operation.channels % 4 == 0 else []
+
+    def run(self, inputs, packed, operation, variant):
+        return operation.reference(inputs, packed)
 
 
 @pytest.fixture
-def planned(monkeypatch):
-    """A network that is planned on a CPU: times are made up, and `fail` makes the timing of whole networks fail."""
-    fast = sparsely(compiled(convnet(), dtype=torch.bfloat16))
-    state = {"fail": False}
+def everywhere(monkeypatch, tmp_path):
+    """A family that runs on this machine, and times that say it is the fastest; planning runs for real."""
+    family, state = Everywhere(), {"fail": False}
+    monkeypatch.setitem(FAMILIES, family.name, family)
+    monkeypatch.setenv("HALVE_CACHE", str(tmp_path))
 
-    def times(ways, rounds=5):
-        for call in ways.values():
+    def made_up(calls, device):
+        for call in calls.values():
             call()
-        if state["fail"] and "dense" in ways:
+        if state["fail"] and "dense" in calls:
             raise torch.OutOfMemoryError("no memory left")
-        return {name: float(number) for number, name in enumerate(ways)}
+        return {name: -float(number) for number, name in enumerate(calls)}
 
-    monkeypatch.setattr(plan, "graph_times", times)
-    return fast, state
-
-
-def forms(fast):
-    names = ("weight", "values", "metadata", "twin")
-    return [(layer.ways, {name for name in names if getattr(layer, name) is not None}) for layer in fast.layers]
+    monkeypatch.setattr(plan, "measure", made_up)
+    return state
 
 
-def plan_it(fast, size):
-    with torch.no_grad(), fast._as_before_if_it_fails():
-        return plan.decide(fast.layers, lambda: fast._run(images(size)), Memory(None), sparse=True)
+def kernels(fast):
+    return [(layer.kernels, layer.held) for layer in fast.layers]
 
 
-def test_planning_that_breaks_off_leaves_every_layer_as_it_was(planned):
-    fast, state = planned
-    before, expected = forms(fast), fast(images(2))
-    state["fail"] = True
-    with pytest.raises(torch.OutOfMemoryError):
-        plan_it(fast, 2)
-    assert forms(fast) == before
-    assert torch.equal(fast(images(2)), expected)
-
-
-def test_planning_keeps_the_forms_that_it_decided_for_and_no_others(planned):
-    fast, _ = planned
-    assert [entry.layer for entry in plan_it(fast, 2)] == [layer.name for layer in fast.layers]
-    for layer, (ways, held) in zip(fast.layers, forms(fast), strict=True):
-        kinds = {way.partition(" ")[0] for way in ways.values()}
-        assert ("twin" in held) == ("twin" in kinds)
-        assert ("values" in held) == ("sparse" in kinds)
-        assert layer.dtype == torch.bfloat16
-
-
-def test_on_a_device_without_sparse_kernels_it_runs_dense_and_as_before_when_it_comes_back(monkeypatch):
-    fast = sparsely(compiled(convnet()))
-    fast.plan.dense = None
-    before, expected = forms(fast), fast(images(2))
-    monkeypatch.setattr(of_compiled, "missing", lambda *_: "this is a toaster")
-    with pytest.warns(EngineWarning, match="running dense: this is a toaster"):
-        fast._settle(None)
-    assert fast.reason == "this is a toaster"
-    assert all(held == {"weight"} for _, held in forms(fast))
-    torch.testing.assert_close(fast(images(2)), expected)
-    monkeypatch.setattr(of_compiled, "missing", lambda *_: "this is a kettle")
-    fast._settle("this is a toaster")
-    assert fast.reason == "this is a kettle"
-    monkeypatch.setattr(of_compiled, "missing", lambda *_: None)
-    fast._settle("this is a kettle")
-    assert fast.reason is None
-    assert forms(fast) == before
-
-
-def test_a_network_without_layers_to_halve_stays_dense_on_another_device(monkeypatch):
+def test_planning_that_fails_leaves_every_layer_as_it_was(everywhere):
     fast = compiled(convnet())
-    fast.plan.dense = "no layer that was captured is 2:4"
-    monkeypatch.setattr(of_compiled, "missing", lambda *_: None)
-    fast._settle(None)
-    assert fast.reason == "no layer that was captured is 2:4"
+    assert any(entry.sparse for entry in fast.plan)
+    before, expected = kernels(fast), fast(images(5))
+    everywhere["fail"] = True
+    with pytest.raises(torch.OutOfMemoryError):
+        fast.warmup(5)
+    assert kernels(fast) == before
+    assert list(fast.plan.batches) == [2]
+    assert torch.equal(fast(images(5)), expected)
+
+
+def test_every_batch_size_has_its_plan(everywhere):
+    fast = compiled(convnet(), batch_sizes=(4,))
+    assert list(fast.plan.batches) == [2, 4]
+    assert fast.warmup(7) is fast
+    assert list(fast.plan.batches) == [2, 4, 7]
+    names = {layer.name for layer in fast.layers}
+    assert all({entry.layer for entry in entries} == names for entries in fast.plan.batches.values())
+
+
+def test_on_a_device_without_sparse_kernels_it_runs_dense_and_as_before_when_it_comes_back(everywhere):
+    fast = compiled(convnet())
+    before, expected = kernels(fast), fast(images(2))
+    assert fast.reason is None
+    with pytest.warns(EngineWarning, match="running dense: .*everywhere does not run on meta"):
+        fast.to("meta")
+    assert "everywhere does not run on meta" in fast.reason
+    assert all(held == ["dense"] for _, held in kernels(fast))
+    assert fast(images(2).to("meta")).shape == expected.shape
+    assert before == kernels(compiled(convnet()))
+
+
+def test_it_comes_back_from_a_device_without_sparse_kernels(everywhere, monkeypatch):
+    fast = compiled(convnet())
+    before, expected = kernels(fast), fast(images(2))
+    monkeypatch.setattr(Everywhere, "unavailable", lambda *_: "this is a toaster")
+    with pytest.warns(EngineWarning, match="this is a toaster"):
+        fast._adapt(None)
+    torch.testing.assert_close(fast(images(2)), expected)
+    monkeypatch.setattr(Everywhere, "unavailable", lambda *_: None)
+    fast._adapt("this is a toaster")
+    assert fast.reason is None
+    assert kernels(fast) == before
 
 
 def test_packed_weights_stay_in_order_whatever_memory_format_is_asked_for():
     fast = sparsely(compiled(convnet()))
     expected = fast(images(2))
     fast.to(memory_format=torch.channels_last)
-    for layer in fast.layers:
-        assert all(form is None or form.is_contiguous() for form in (layer.values, layer.metadata, layer.twin))
+    assert all(buffer.is_contiguous() for layer in fast.layers if layer.is_2_4 for buffer in layer.buffers())
     assert torch.equal(fast(images(2)), expected)
 
 
@@ -203,28 +211,25 @@ def test_copies_make_recordings_of_their_own():
     assert not copy.deepcopy(recordings).known
 
 
-@pytest.mark.parametrize("hidden", ["the expression", "all of them"])
-def test_conditions_of_sizes_that_cannot_be_understood_fix_the_size(monkeypatch, hidden):
-    known = of_guards._reading
+def test_guards_that_cannot_be_parsed_fix_the_size(monkeypatch):
+    known = of_guards._expression
 
     def forgetful(node):
         if isinstance(node, of_guards.ast.BinOp):
             raise ValueError("unknown expression")
         return known(node)
 
-    if hidden == "the expression":
-        monkeypatch.setattr(of_guards, "_reading", forgetful)
-    else:
-        monkeypatch.setattr(of_guards, "_TOLD_AS", "_called_otherwise_in_a_later_version")
+    monkeypatch.setattr(of_guards, "_expression", forgetful)
     model = nn.Sequential(nn.Conv2d(4, 4, 1), nn.PixelUnshuffle(2), nn.Conv2d(16, 4, 1)).eval()
-    fast = compiled(model, halve.MaskSet({}))
+    fast = compiled(model, halve.MaskSet({}), any_size=True)
     assert fast(images(3)).shape == (3, 4, 4, 4)
-    with pytest.raises(EngineError, match=r"captured for \(any, 4, 8, 8\)"):
+    with pytest.raises(EngineError, match=r"inputs with \(N, 4, 8, 8\)"):
         fast(torch.randn(2, 4, 6, 6))
 
 
 def test_numbers_of_any_kind_are_batch_sizes():
     fast = compiled(convnet())
     assert fast.warmup(4) is fast.warmup([np.int64(2)]) is fast
-    with pytest.raises(EngineError, match="from 1 on"):
-        fast.warmup(0)
+    for bad in (0, 1.5, [2, -1]):
+        with pytest.raises(OptionError, match="positive integers"):
+            fast.warmup(bad)

@@ -1,9 +1,12 @@
 import pytest
 import torch
 
-from halve.engine.geometry import Geometry
+from halve.engine.kernels.kernel import Kernel
 from halve.engine.kernels.mma_sp.launch import TILES
+from halve.engine.kernels.registry import FALLBACK, FAMILIES
 from halve.engine.layer import Layer
+from halve.engine.operations import Convolution, Linear
+from tests.engine.nets import SPARSE
 from tests.random_masks import random
 
 
@@ -14,50 +17,74 @@ def two_of_four(*shape):
 
 
 def conv_layer(dtype=torch.float32, activation="relu"):
-    weight = two_of_four(8, 4, 3, 3).to(dtype)
-    geometry = Geometry(8, 4, (3, 3), padding=(1, 1), activation=activation)
-    return Layer("conv", geometry, weight, random(8, seed=1).to(dtype), linear=False)
+    operation = Convolution(8, 4, (3, 3), padding=(1, 1), activation=activation)
+    return Layer("conv", operation, {"weight": two_of_four(8, 4, 3, 3).to(dtype), "bias": random(8, seed=1)})
 
 
-@pytest.mark.parametrize("way", ["torch", "cudnn", "gemm", "sparse 64x64", "twin 32x32k8"])
-@pytest.mark.parametrize("linear", [False, True])
-def test_every_way_gives_the_same(way, linear):
-    x, residual = random(2, 4, 5, 5, seed=2), random(2, 8, 5, 5, seed=3)
-    layer = conv_layer()
-    if linear:
-        layer = Layer("fc", Geometry(8, 4, activation="gelu"), two_of_four(8, 4), random(8, seed=1), linear=True)
-        x, residual = random(2, 3, 4, seed=2), random(2, 3, 8, seed=3)
-    expected = layer(x, residual)
-    layer.take({1: way})
-    torch.testing.assert_close(layer(x, residual), expected)
-    torch.testing.assert_close(layer(x), Layer.forward(layer, x, torch.zeros_like(residual)))
+def linear_layer():
+    return Layer("fc", Linear(8, 4, "gelu"), {"weight": two_of_four(8, 4), "bias": random(8, seed=1)})
+
+
+@pytest.mark.parametrize(
+    "kernel", [Kernel("dense", "cudnn"), Kernel("dense", "gemm"), SPARSE, Kernel("mma", "32x32k8")]
+)
+def test_every_kernel_gives_the_same(kernel):
+    for layer, x, residual in (
+        (conv_layer(), random(2, 4, 5, 5, seed=2), random(2, 8, 5, 5, seed=3)),
+        (linear_layer(), random(2, 3, 4, seed=2), random(2, 3, 8, seed=3)),
+    ):
+        with_residual, without = layer(x, residual), layer(x)
+        layer.use({1: kernel})
+        torch.testing.assert_close(layer(x, residual), with_residual)
+        torch.testing.assert_close(layer(x), without)
 
 
 def test_the_nearest_size_that_was_planned_decides():
     layer = conv_layer()
-    layer.take({25: "torch", 1000: "sparse 64x64"})
-    assert [layer.way_for(pixels) for pixels in (1, 25, 100, 200, 5000)] == [
-        *("torch", "torch", "torch", "sparse 64x64", "sparse 64x64")
-    ]
+    layer.use({25: FALLBACK, 1000: SPARSE})
+    assert [layer.kernel_for(size) for size in (1, 25, 100, 200, 5000)] == [FALLBACK] * 3 + [SPARSE] * 2
 
 
 def test_only_what_is_needed_is_held_and_nothing_is_lost():
+    layer = conv_layer(torch.float16)
+    before = {name: tensor.clone() for name, tensor in layer.tensors().items()}
+    for kernel in (SPARSE, Kernel("mma", "64x64"), FALLBACK, SPARSE, FALLBACK):
+        layer.use({1: kernel})
+        assert layer.held == [kernel.family]
+        held = {name.removeprefix(f"{kernel.family}_") for name, _ in layer.named_buffers()}
+        assert held == set(layer.packed(kernel.family))
+        assert all(torch.equal(layer.tensors()[name], tensor) for name, tensor in before.items())
+
+
+def test_another_dtype_keeps_the_bias_exact():
     layer = conv_layer()
-    weight = layer.dense().clone()
-    for way, held in (("sparse 64x64", {"values", "metadata"}), ("twin 64x64", {"twin"}), ("cudnn", {"weight"})):
-        layer.take({1: way})
-        forms = {name for name in ("weight", "values", "metadata", "twin") if getattr(layer, name) is not None}
-        assert forms == held
-        assert torch.equal(layer.dense(), weight)
+    bias = layer.tensors()["bias"].clone()
+    layer.use({1: SPARSE})
+    layer.cast_(torch.bfloat16)
+    assert layer.dtype == layer.tensors()["weight"].dtype == torch.bfloat16
+    assert torch.equal(layer.tensors()["bias"], bias)
+    assert layer.held == ["dense"]
+    assert layer(random(2, 4, 5, 5)).dtype == torch.bfloat16  # inputs in another dtype are cast
 
 
-def test_which_ways_are_possible():
-    ways = conv_layer(torch.float16).possible()
-    assert ways[:2] == ["torch", "cudnn"]
-    assert len(ways) == 2 + 2 * len(TILES)
-    assert conv_layer(torch.float32).possible() == ["torch", "cudnn"]
-    dense = Layer("fc", Geometry(8, 4), random(8, 4).half(), None, linear=True)
-    assert not dense.halved
-    assert dense.possible(twins=False) == ["torch", "gemm"]
-    grouped = Layer("g", Geometry(8, 2, groups=2), random(8, 2, 1, 1).half(), None, linear=False)
-    assert grouped.possible() == ["torch"]
+def test_which_kernels_are_possible(monkeypatch):
+    gpu = torch.device("cuda")
+    for family in FAMILIES.values():
+        monkeypatch.setattr(type(family), "unavailable", lambda self, device, dtype: None)
+    ours = [Kernel(family, tile) for family in ("mma_sp", "mma") for tile in TILES]
+    layer = conv_layer(torch.float16)
+    assert layer.possible(gpu) == [FALLBACK, Kernel("dense", "cudnn"), *ours]
+    assert layer.sparse_kernels(gpu) == ours[: len(TILES)]
+    assert conv_layer(torch.float32).possible(gpu) == [FALLBACK, Kernel("dense", "cudnn")]
+    dense = Layer("fc", Linear(8, 4), {"weight": random(8, 4).half()})
+    assert not dense.is_2_4
+    assert not dense.sparse_kernels(gpu)
+    grouped = Layer("g", Convolution(8, 2, groups=2), {"weight": two_of_four(8, 4)[:, :2, None, None].half()})
+    assert grouped.possible(gpu) == [FALLBACK]
+
+
+def test_a_memory_format_does_not_reorder_what_kernels_read():
+    layer = conv_layer(torch.float16)
+    layer.use({1: SPARSE})
+    layer.to(memory_format=torch.channels_last)
+    assert all(buffer.is_contiguous() for buffer in layer.buffers())

@@ -24,7 +24,7 @@ def test_a_models_own_names_stay_its_own():
     torch.testing.assert_close(fast(images(2)), model(images(2)))
 
 
-def test_a_layer_whose_bias_is_computed_stays_an_operation():
+def test_a_layer_whose_bias_is_computed_stays_pytorchs():
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()

@@ -4,48 +4,85 @@ import pytest
 import torch
 
 from halve.engine import plan
-from halve.engine.geometry import Geometry
+from halve.engine.kernels.kernel import Kernel
+from halve.engine.kernels.registry import FALLBACK, FAMILIES
 from halve.engine.layer import Layer
-from halve.engine.plan import Entry, Plan, Timed, decide, entry_of, timed
-from halve.engine.timing_cache import Memory
+from halve.engine.operations import Linear
+from halve.engine.plan import Entry, LayerTimes, Plan, decide, time_layers
+from halve.engine.timing_cache import TimingCache
 from halve.errors import EngineError
+from tests.engine.nets import SPARSE
 
-LAYER = Layer("fc", Geometry(4, 8), torch.randn(4, 8), None, linear=True)
+CPU = torch.device("cpu")
+CUDNN, GEMM, OURS = Kernel("dense", "cudnn"), Kernel("dense", "gemm"), Kernel("mma", "64x64")
 
 
-def timing(**times):
-    return Timed(LAYER, 1, "8>4", "key", {name.replace("_", " "): time for name, time in times.items()})
+def layer(name="fc"):
+    weight = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    weight[:, ::2] = 0
+    return Layer(name, Linear(4, 8), {"weight": weight})
+
+
+LAYER = layer()
+
+
+def timing(times):
+    return LayerTimes(LAYER, 1, "8>4", times)
+
+
+@pytest.fixture
+def everywhere(monkeypatch):
+    """Every kernel is available on a CPU, in any dtype; times are made up."""
+    for name in ("mma_sp", "mma"):
+        monkeypatch.setattr(type(FAMILIES[name]), "unavailable", lambda self, device, dtype: None)
+        monkeypatch.setattr(
+            type(FAMILIES[name]), "variants", lambda self, piece, device: ["64x64"] if piece.is_2_4 else []
+        )
+    asked = []
+
+    def made_up(calls, device):
+        for call in calls.values():
+            call()
+        asked.append(list(calls))
+        return {name: float(number) for number, name in enumerate(calls)}
+
+    monkeypatch.setattr(plan, "measure", made_up)
+    return asked
 
 
 def test_the_fastest_of_each_kind():
-    found = timing(torch=3.0, gemm=2.0, sparse_64x64=1.5, twin_64x64=1.0)
-    assert (found.best("dense"), found.best("ours"), found.best("any")) == ("gemm", "twin 64x64", "twin 64x64")
+    found = timing({FALLBACK: 3.0, GEMM: 2.0, SPARSE: 1.5, OURS: 1.0})
+    assert (found.best, found.best_dense, found.best_ours, found.best_our_dense) == (OURS, GEMM, OURS, OURS)
 
 
-@pytest.mark.parametrize(("bar", "way"), [(1.0, "gemm"), (0.8, "sparse 64x64"), (0.6, "sparse 64x64")])
-def test_our_kernels_are_taken_above_a_bar(bar, way):
-    assert timing(torch=3.0, gemm=2.0, sparse_64x64=2.2).above(bar) == way
+@pytest.mark.parametrize(("threshold", "kernel"), [(1.0, GEMM), (0.8, SPARSE), (0.6, SPARSE)])
+def test_our_kernels_are_used_above_a_threshold(threshold, kernel):
+    assert timing({FALLBACK: 3.0, GEMM: 2.0, SPARSE: 2.2}).ours_above(threshold) == kernel
 
 
-def test_a_layer_that_our_kernels_cannot_run_takes_its_fastest_dense_way():
-    assert timing(torch=3.0, cudnn=2.0).above(0.6) == "cudnn"
-    assert timing().above(1.0) == "torch"
+def test_a_layer_that_our_kernels_cannot_run_uses_its_fastest_dense_kernel():
+    assert timing({FALLBACK: 3.0, CUDNN: 2.0}).ours_above(0.6) == CUDNN
+    assert timing({}).ours_above(1.0) == FALLBACK
 
 
-def test_our_kernel_is_taken_where_no_dense_way_had_memory():
-    assert timing(sparse_64x64=2.0).above(1.0) == "sparse 64x64"
+def test_our_kernel_is_used_if_no_dense_kernel_had_memory():
+    assert timing({SPARSE: 2.0}).ours_above(1.0) == SPARSE
 
 
 def test_a_plan_is_written_and_read():
-    table = Plan({1: [Entry("a", "4>2", "torch", 0.1, None, None, 0.2, "why")], 8: []}, {"b": "left"})
+    entry = Entry("a", "4>2", "dense torch", False, 0.1, None, None, 0.2, "why")
+    table = Plan({1: [entry], 8: []}, {"b": "falls back to eager"})
     assert Plan.from_json(json.loads(json.dumps(table.as_json()))) == table
-    assert "b: as it was (left)" in str(table)
+    assert "b: falls back to eager" in str(table)
 
 
-def test_a_line_says_what_our_kernels_take_with_all_and_half_weights():
-    entry = entry_of(timing(torch=3.0, gemm=2.0, sparse_64x64=1.5, sparse_16x32=4.0, twin_64x64=2.5), "gemm", "why")
-    assert (entry.time_ms, entry.dense_ms, entry.twin_ms, entry.sparse_ms) == (2.0, 2.0, 2.5, 1.5)
-    assert entry_of(timing(torch=3.0), "torch", "why").sparse_ms is None
+def test_an_entry_says_what_our_kernels_take_with_all_and_half_of_the_weights():
+    other = Kernel("mma_sp", "32x32k8")
+    entry = timing({FALLBACK: 3.0, GEMM: 2.0, SPARSE: 1.5, other: 4.0, OURS: 2.5}).entry(GEMM, "why")
+    assert (entry.time_ms, entry.dense_ms, entry.our_dense_ms, entry.sparse_ms) == (2.0, 2.0, 2.5, 1.5)
+    assert not entry.sparse
+    assert timing({FALLBACK: 3.0}).entry(FALLBACK, "why").sparse_ms is None
+    assert timing({SPARSE: 3.0}).entry(SPARSE, "why").sparse
 
 
 @pytest.mark.parametrize(
@@ -56,58 +93,69 @@ def test_a_line_says_what_our_kernels_take_with_all_and_half_weights():
         EngineError("no NVRTC was found"),
     ],
 )
-def test_a_way_that_fails_for_a_reason_that_passes_is_tried_again_and_no_other(monkeypatch, error):
-    state = {"free": False}
+def test_a_kernel_that_fails_for_a_reason_that_passes_is_tried_again_and_no_other(everywhere, monkeypatch, error):
+    state, run = {"free": False}, FAMILIES["mma_sp"].run
 
-    class Crowded(Layer):
-        def possible(self, twins=True):
-            return ["torch", "gemm", "sparse 64x64"]
+    def fails(self, inputs, packed, operation, variant):
+        if not state["free"]:
+            raise error
+        return run(inputs, packed, operation, variant)
 
-        def hold(self, ways):
-            pass
+    def never(self, inputs, packed, operation, variant):
+        raise RuntimeError("no kernel")
 
-        def run(self, x, residual, way):
-            if way == "gemm":
-                raise RuntimeError("no kernel")
-            if way.startswith("sparse") and not state["free"]:
-                raise error
-            return super().run(x, residual, "torch")
-
-    monkeypatch.setattr(plan, "graph_times", lambda calls: dict.fromkeys(calls, 1.0))
-    layer = Crowded("fc", Geometry(4, 8), torch.randn(4, 8), None, linear=True)
-    memory = Memory(None)
-    for free, expected in ((False, {"torch": 1.0}), (True, {"torch": 1.0, "sparse 64x64": 1.0})):
+    monkeypatch.setattr(type(FAMILIES["mma_sp"]), "run", fails)
+    monkeypatch.setattr(type(FAMILIES["mma"]), "run", never)
+    cache, fc = TimingCache(None), layer()
+    for free, expected in ((False, {FALLBACK}), (True, {FALLBACK, SPARSE})):
         state["free"] = free
-        [found] = timed([layer], lambda: layer(torch.randn(2, 8)), memory)
-        assert found.times == expected
-    assert memory.recall(next(iter(memory.known)), ["gemm"]) == {"gemm": float("inf")}
+        [found] = time_layers([fc], lambda: fc(torch.ones(2, 8)), cache, CPU)
+        assert set(found.times) == expected
+    [known] = cache.known.values()
+    assert [time for name, time in known.items() if name.startswith("mma ")] == [float("inf")]
 
 
-def test_a_layer_that_gets_nothing_is_not_planned(monkeypatch):
-    monkeypatch.setattr(plan, "graph_times", lambda calls: dict.fromkeys(calls, 1.0))
-    heads = [Layer("head", Geometry(4, 8), torch.randn(4, 8), None, linear=True) for _ in range(2)]
+def test_a_wrong_kernel_is_never_used(everywhere, monkeypatch):
+    run = FAMILIES["mma_sp"].run
+    monkeypatch.setattr(type(FAMILIES["mma_sp"]), "run", lambda self, *arguments: run(*arguments) + 1)
+    fc = layer()
+    [found] = time_layers([fc], lambda: fc(torch.ones(2, 8)), TimingCache(None), CPU)
+    assert set(found.times) == {FALLBACK, OURS}
+
+
+def test_a_layer_that_gets_nothing_is_not_planned(everywhere):
+    heads = [layer("a"), layer("b")]
     empty, some = torch.zeros(0, 8), torch.zeros(3, 8)  # no boxes were found in the example
-    entries = decide(heads, lambda: (heads[0](empty), heads[1](some)), Memory(None), sparse=True)
-    assert len(entries) == 1
+    entries = decide(heads, lambda: (heads[0](empty), heads[1](some)), TimingCache(None), CPU)
+    assert [entry.layer for entry in entries] == ["b"]
     assert heads[0](empty).shape == (0, 4)
     assert heads[0](some).shape == (3, 4)
 
 
-def test_a_network_is_timed_once_and_without_sparse_kernels_in_dense_ways_alone(monkeypatch):
-    asked = []
+def test_a_network_is_timed_once_and_without_sparse_kernels_on_library_kernels_alone(everywhere):
+    fc, cache = layer(), TimingCache(None)
+    run = lambda: fc(torch.ones(2, 8))  # noqa: E731
+    assert decide([fc], run, cache, CPU, key="net", sparse=False) == []  # on a CPU there is one library kernel
+    [entry] = decide([fc], run, cache, CPU, key="net")
+    assert any("mma_sp 64x64" in calls for calls in everywhere)
+    before = len(everywhere)
+    assert decide([fc], run, cache, CPU, key="net") == [entry]
+    assert len(everywhere) == before
 
-    def times(calls):
-        asked.append(set(calls))
-        return {name: float(number) for number, name in enumerate(calls)}
 
-    monkeypatch.setattr(plan, "graph_times", times)
-    layer = Layer("fc", Geometry(4, 8), torch.randn(4, 8).bfloat16(), None, linear=True)
-    memory, run = Memory(None), lambda: layer(torch.randn(2, 8).bfloat16())
-    [entry] = decide([layer], run, memory, sparse=False)
-    assert entry.kernel == "torch"
-    assert {way for calls in asked for way in calls} <= {"torch", "gemm", "dense"}
-    [entry] = decide([layer], run, memory, sparse=True)
-    assert any(way.startswith("twin") for calls in asked for way in calls)
-    before, known = len(asked), entry
-    assert decide([layer], run, memory, sparse=True) == [known]
-    assert len(asked) == before
+def test_networks_that_differ_are_not_taken_for_each_other(everywhere):
+    fc, cache = layer(), TimingCache(None)
+    run = lambda: fc(torch.ones(2, 8))  # noqa: E731
+    decide([fc], run, cache, CPU, key="one network")
+    before = len(everywhere)
+    decide([fc], run, cache, CPU, key="another")
+    assert len(everywhere) == before + 1  # the network again, the layer not
+    decide([fc], run, cache, CPU, key=None)
+    assert len(everywhere) == before + 2
+
+
+def test_planning_keeps_the_forms_that_it_decided_for_and_no_others(everywhere):
+    fc = layer()
+    [entry] = decide([fc], lambda: fc(torch.ones(2, 8)), TimingCache(None), CPU)
+    assert fc.held == [kernel.family for kernel in fc.kernels.values()]
+    assert entry.kernel == str(fc.kernel_for(2))

@@ -7,8 +7,9 @@ from torch import nn
 
 import halve
 from halve.engine import saved
+from halve.engine.kernels.registry import FALLBACK
 from halve.errors import EngineError, EngineWarning, FileError
-from tests.engine.nets import Net, compiled, resnet, same, sparsely
+from tests.engine.nets import SPARSE, Net, compiled, resnet, same, sparsely
 from tests.tiny import convnet, images
 
 
@@ -24,7 +25,7 @@ class Larger(nn.Module):
 
 
 def test_a_loaded_network_refuses_what_the_saved_one_refuses(tmp_path):
-    fast = compiled(Larger().eval(), halve.MaskSet({}))
+    fast = compiled(Larger().eval(), halve.MaskSet({}), any_size=True)
     fast.save(tmp_path / "net.pt2")
     again = halve.load_compiled(tmp_path / "net.pt2")
     again.save(tmp_path / "twice.pt2")
@@ -34,19 +35,18 @@ def test_a_loaded_network_refuses_what_the_saved_one_refuses(tmp_path):
             network(torch.randn(2, 4, 12, 12))
 
 
-@pytest.mark.parametrize("ways", [{1: "sparse 64x64"}, {1: "torch", 1000: "sparse 64x64"}])
-def test_biases_are_loaded_to_the_bit(tmp_path, ways):
+@pytest.mark.parametrize("kernels", [{1: SPARSE}, {1: FALLBACK, 1000: SPARSE}])
+def test_biases_are_loaded_to_the_bit(tmp_path, kernels):
     fast = compiled(convnet(), dtype=torch.bfloat16)
     for layer in fast.layers:
-        layer.take(ways if layer.halved else {1: "torch"})
+        layer.use(kernels if layer.is_2_4 else {1: FALLBACK})
     fast.save(tmp_path / "net.pt2")
     again = halve.load_compiled(tmp_path / "net.pt2")
-    assert [layer.ways for layer in again.layers] == [layer.ways for layer in fast.layers]
-    assert all(
-        torch.equal(mine.bias32, theirs.bias32) and mine.bias.dtype == torch.bfloat16
-        for mine, theirs in zip(fast.layers, again.layers, strict=True)
-        if mine.halved
-    )
+    assert [layer.kernels for layer in again.layers] == [layer.kernels for layer in fast.layers]
+    for mine, theirs in zip(fast.layers, again.layers, strict=True):
+        for name, tensor in mine.tensors().items():
+            assert torch.equal(theirs.tensors()[name], tensor)
+            assert theirs.tensors()[name].dtype == tensor.dtype
     for count in (1, 50):
         assert torch.equal(again(images(count)), fast(images(count)))
 
@@ -59,7 +59,7 @@ def test_without_the_device_it_was_saved_from_it_runs_dense_and_says_so(tmp_path
         fast.save(tmp_path / "net.pt2")
     with pytest.warns(EngineWarning, match="running dense"):
         again = halve.load_compiled(tmp_path / "net.pt2")
-    assert {way for layer in again.layers for way in layer.ways.values()} == {"torch"}
+    assert {kernel for layer in again.layers for kernel in layer.kernels.values()} == {FALLBACK}
     torch.testing.assert_close(again(images(2)), fast(images(2)))
 
 
@@ -79,26 +79,26 @@ ONE_PIXEL_IS_LEFT = {  # of these images at the end, which torch.export would so
 
 @pytest.mark.parametrize("name", ONE_PIXEL_IS_LEFT)
 def test_sizes_that_cannot_be_proven_free_are_saved_as_they_are(tmp_path, name):
-    fast = compiled(ONE_PIXEL_IS_LEFT[name].eval(), example=torch.randn(2, 4, 32, 32))
+    fast = compiled(ONE_PIXEL_IS_LEFT[name].eval(), example=torch.randn(2, 4, 32, 32), any_size=True)
     fast.save(tmp_path / "net.pt2")
     again = halve.load_compiled(tmp_path / "net.pt2")
     x = torch.randn(3, 4, 32, 32)
     assert torch.equal(again(x), fast(x))
-    with pytest.raises(EngineError, match="compile it again"):
+    with pytest.raises(EngineError, match="with an example of that shape"):
         again(torch.randn(3, 4, 40, 40))
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_saved_and_loaded_it_is_the_same(tmp_path, packed):
     model = resnet()
-    fast = compiled(model, example=torch.randn(2, 3, 64, 64))
+    fast = compiled(model, example=torch.randn(2, 3, 64, 64), any_size=True)
     fast = sparsely(fast) if packed else fast
     path = tmp_path / "net.pt2"
     fast.save(path)
     again = halve.load_compiled(path)
     x = torch.randn(3, 3, 64, 96)
     assert torch.equal(again(x), fast(x))
-    assert [(layer.name, layer.ways) for layer in again.layers] == [(a.name, a.ways) for a in fast.layers]
+    assert [(a.name, a.kernels) for a in again.layers] == [(a.name, a.kernels) for a in fast.layers]
     assert again.reason == fast.reason
     with pytest.raises(EngineError, match=r"is torch\.float16"):
         again(x.half())
@@ -109,13 +109,13 @@ def test_saved_and_loaded_it_is_the_same(tmp_path, packed):
 def test_files_that_are_something_else_are_refused(tmp_path):
     path = tmp_path / "net.pt2"
     path.write_bytes(b"not a network")
-    with pytest.raises(FileError, match="no compiled network"):
+    with pytest.raises(FileError, match="not a compiled network"):
         halve.load_compiled(path)
     compiled(convnet()).save(path)
     path.write_bytes(path.read_bytes()[:-1000])
-    with pytest.raises(FileError, match="no compiled network"):
+    with pytest.raises(FileError, match="not a compiled network"):
         halve.load_compiled(path)
-    with pytest.raises(FileError, match="no compiled network"):
+    with pytest.raises(FileError, match="not a compiled network"):
         halve.load_compiled(tmp_path / "missing.pt2")
 
 
@@ -123,7 +123,7 @@ def test_a_damaged_file_is_refused(tmp_path):
     fast = compiled(convnet())
     fast.save(tmp_path / "net.pt2")
     content = bytearray((tmp_path / "net.pt2").read_bytes())
-    weight = next(layer.dense() for layer in fast.layers).contiguous().numpy().tobytes()
+    weight = next(layer.tensors()["weight"] for layer in fast.layers).contiguous().numpy().tobytes()
     content[bytes(content).index(weight) + 5] ^= 64
     (tmp_path / "net.pt2").write_bytes(content)
     with pytest.raises(FileError, match="is damaged"):
@@ -137,3 +137,12 @@ def test_what_the_format_does_not_take_is_not_saved(tmp_path):
     fast = same(Net(lambda n, x: Pair(n.a(x), n.b(x))), images(2))
     with pytest.raises(EngineError, match="cannot be saved"):
         fast.save(tmp_path / "net.pt2")
+
+
+@pytest.mark.parametrize(("version", "advice"), [(3, "compile the model again"), (99, "upgrade halve")])
+def test_another_version_of_the_format_says_what_to_do(tmp_path, monkeypatch, version, advice):
+    with monkeypatch.context() as patch:
+        patch.setattr(saved, "VERSION", version)
+        compiled(convnet()).save(tmp_path / "net.pt2")
+    with pytest.raises(FileError, match=f"format version {version}.*{advice}"):
+        halve.load_compiled(tmp_path / "net.pt2")

@@ -1,35 +1,102 @@
 import pytest
+import torch
+from torch import nn
 
-from halve.engine.timing_cache import Memory
+from halve.engine import timing_cache
+from halve.engine.fuse import fuse
+from halve.engine.kernels.kernel import Kernel
+from halve.engine.kernels.mma_sp import launch as mma
+from halve.engine.kernels.pool import launch as pool
+from halve.engine.layer import Layer
+from halve.engine.timing_cache import TimingCache, kernel_id, layer_key, network_key
+from halve.graph import capture
 
 
 def test_timings_are_kept_and_added_to_what_others_wrote(tmp_path):
     path = tmp_path / "folder" / "timings.json"
-    one, other = Memory(path), Memory(path)
-    one.remember("a", {"torch": 1.0})
+    one, other = TimingCache(path), TimingCache(path)
+    one.put("a", {"dense torch": 1.0})
     one.save()
-    other.remember("b", {"torch": 2.0})
+    other.put("b", {"dense torch": 2.0})
     other.save()
-    again = Memory(path)
-    assert again.recall("a", ["torch"]) == {"torch": 1.0}
-    assert again.recall("b", ["torch"]) == {"torch": 2.0}
-    assert again.recall("b", ["torch", "gemm"]) is None
+    again = TimingCache(path)
+    assert again.get("a", ["dense torch"]) == {"dense torch": 1.0}
+    assert again.get("b", ["dense torch"]) == {"dense torch": 2.0}
+    assert again.get("b", ["dense torch", "dense gemm"]) is None
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"a": 1}', b"\xff\xfe"])
 def test_a_torn_file_is_as_good_as_none(tmp_path, content):
     path = tmp_path / "timings.json"
     path.write_bytes(content)
-    memory = Memory(path)
-    assert memory.known == {}
-    memory.remember("a", {"torch": 1.0})
-    memory.save()
-    assert Memory(path).recall("a", ["torch"]) == {"torch": 1.0}
+    cache = TimingCache(path)
+    assert cache.known == {}
+    cache.put("a", {"dense torch": 1.0})
+    cache.save()
+    assert TimingCache(path).get("a", ["dense torch"]) == {"dense torch": 1.0}
 
 
-def test_a_disk_that_cannot_be_written_to_costs_nothing_but_time(tmp_path):
+def test_a_disk_that_cannot_be_written_to_only_costs_time(tmp_path):
     (tmp_path / "file").write_text("")
-    memory = Memory(tmp_path / "file" / "timings.json")
-    memory.remember("a", {"torch": 1.0})
-    memory.save()
-    assert memory.recall("a", ["torch"]) == {"torch": 1.0}
+    cache = TimingCache(tmp_path / "file" / "timings.json")
+    cache.put("a", {"dense torch": 1.0})
+    cache.save()
+    assert cache.get("a", ["dense torch"]) == {"dense torch": 1.0}
+
+
+def test_nothing_is_written_where_nothing_was_timed(tmp_path, monkeypatch):
+    monkeypatch.setenv("HALVE_CACHE", str(tmp_path / "cache"))
+    TimingCache.of(torch.device("cpu")).save()
+    assert not (tmp_path / "cache").exists()
+
+
+@pytest.mark.parametrize(
+    ("module", "kernel"),
+    [(mma, Kernel("mma_sp", "64x64")), (mma, Kernel("mma", "64x64")), (pool, Kernel("pool", "nhwc"))],
+)
+def test_a_changed_source_is_another_kernel(module, kernel, monkeypatch):
+    before = kernel_id(kernel)
+    source = module._source()
+    monkeypatch.setattr(module, "_source", lambda: source + "\n")
+    assert kernel_id(kernel) != before
+
+
+def test_a_changed_list_of_tiles_is_another_kernel(monkeypatch):
+    before = kernel_id(Kernel("mma_sp", "64x64"))
+    monkeypatch.setattr(mma, "TILES", dict(list(mma.TILES.items())[:-1]))
+    assert kernel_id(Kernel("mma_sp", "64x64")) != before
+
+
+def key(net, x):
+    return network_key(fuse(capture(net.eval(), x).parts[0]), (x,))
+
+
+def test_networks_are_told_apart_by_all_that_they_run():
+    x = torch.randn(2, 4, 8, 8)
+    conv = nn.Conv2d(4, 4, 3, padding=1)
+    nets = [nn.Sequential(conv), nn.Sequential(conv, nn.Tanh()), nn.Sequential(conv, nn.Sigmoid())]
+    nets += [nn.Sequential(conv, nn.LayerNorm([4, 8, 8])), nn.Sequential(nn.Tanh(), conv)]
+    keys = [key(net, x) for net in nets]
+    assert len(set(keys)) == len(keys)
+    assert key(nets[1], x) == keys[1]
+    assert key(nets[1], torch.randn(3, 4, 8, 8)) != keys[1]
+
+
+def test_what_runs_outside_of_a_graph_has_no_key():
+    assert network_key(nn.Sequential(nn.Linear(4, 4)), (torch.ones(2, 4),)) is None
+
+
+def test_a_layers_key_holds_shape_dtype_residual_and_sparsity():
+    net = nn.Sequential(nn.Conv2d(4, 4, 1, bias=False)).eval()
+    [layer] = [m for m in fuse(capture(net, torch.randn(2, 4, 8, 8)).parts[0]).modules() if isinstance(m, Layer)]
+    x = torch.randn(2, 4, 8, 8)
+    keys = [layer_key(layer, inputs) for inputs in ([x], [x, x], [x[:1]], [x.half()])]
+    layer.is_2_4 = True
+    keys.append(layer_key(layer, [x]))
+    assert len(set(keys)) == 5
+
+
+def test_a_cache_belongs_to_a_device_and_its_libraries(monkeypatch):
+    path = TimingCache.of(torch.device("cpu")).path
+    monkeypatch.setattr(timing_cache, "_libraries", lambda: "others")
+    assert TimingCache.of(torch.device("cpu")).path != path

@@ -16,14 +16,15 @@ from halve.batches import Progress
 from halve.bench.energy import meter_of
 from halve.bench.rounds import burst_on, energy_mj, in_turns
 from halve.bench.systems import SYSTEMS, Case, Ready, weight_bytes
-from halve.engine.capture.purity import convert_, unchanged
+from halve.cuda_graphs import autotuned_cudnn
+from halve.engine.capture.purity import preserved_buffers
 from halve.engine.compile import compile
 from halve.engine.compiled import Compiled
 from halve.engine.plan import Entry
 from halve.errors import EngineError, HalveError
-from halve.learn.step_graph import best_algorithms
 from halve.masks.apply import OnChanged, apply
 from halve.masks.mask import MaskSet
+from halve.modules import convert_
 
 _FAR = 0.2  # of the outputs' norm: more than half precision does, less than another network
 _NHWC = torch.channels_last
@@ -119,7 +120,7 @@ def bench(
         return fast[0]
 
     found = []
-    with torch.no_grad(), best_algorithms(), _on(device):
+    with torch.no_grad(), autotuned_cudnn(), _on(device):
         order = _put_in_order_(masked, inputs, dtype)
         for size in sizes:
             case = Case(masked, _batch_of(inputs, size, dtype, order), compiled)
@@ -132,7 +133,7 @@ def _put_in_order_(masked: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.d
     if not any(p.dim() == 5 for p in masked.parameters()):
         masked.to(memory_format=_NHWC)
         try:
-            with unchanged(masked):
+            with preserved_buffers(masked):
                 masked(*_batch_of(inputs, len(inputs[0]), dtype, _NHWC))
             return _NHWC
         except Exception:  # the model's own code: the eager system will say so if it does not run at all

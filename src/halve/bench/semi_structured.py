@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from halve.engine.compiled import Compiled
 from halve.engine.layer import Layer
-from halve.engine.ops import finished
-from halve.errors import EngineError
+from halve.engine.operations import Convolution, Linear, finish
+from halve.errors import EngineError, first_line
 
 
 class Product(nn.Module):
@@ -24,19 +24,22 @@ class Product(nn.Module):
 
     def __init__(self, layer: Layer, transposed: bool) -> None:
         super().__init__()
+        tensors, self.operation = layer.tensors(), layer.operation
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a prototype, as it says
-            matrix: Any = torch.sparse.to_sparse_semi_structured(layer.dense().flatten(1).contiguous())
+            matrix: Any = torch.sparse.to_sparse_semi_structured(tensors["weight"].flatten(1).contiguous())
         matrix.fuse_transpose_cusparselt = transposed  # the product is written channels last at once
-        self.matrix, self.linear, self.activation = matrix, layer.linear, layer.geometry.activation
+        self.matrix, self.linear = matrix, isinstance(layer.operation, Linear)
         self.register_buffer("packed", matrix.packed)  # counted as its weight
-        self.register_buffer("bias", layer.bias)
+        bias = tensors.get("bias")
+        self.register_buffer("bias", None if bias is None else bias.to(layer.dtype))
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         pixels = x if self.linear else x.permute(0, 2, 3, 1)
-        added = residual if self.linear or residual is None else residual.permute(0, 2, 3, 1)
+        added = [] if residual is None else [residual if self.linear else residual.permute(0, 2, 3, 1)]
         y = F.linear(pixels.reshape(-1, pixels.shape[-1]), self.matrix, self.bias)
-        y = finished(y.reshape(*pixels.shape[:-1], -1), added, self.activation)
+        assert isinstance(self.operation, Convolution | Linear)
+        y = finish(y.reshape(*pixels.shape[:-1], -1), added, self.operation.activation)
         return y if self.linear else y.permute(0, 3, 1, 2)
 
 
@@ -48,8 +51,11 @@ def put_in_(fast: Compiled, inputs: tuple[Tensor, ...]) -> str:
     products: dict[int, Product] = {}
     reasons: dict[str, str] = {}
 
-    def stop_by(layer: Layer, args: tuple[Any, ...]) -> None:
-        if not layer.halved or not layer.geometry.pointwise or id(layer) in products:
+    def try_layer(layer: Layer, args: tuple[Any, ...]) -> None:
+        operation = layer.operation
+        if not layer.is_2_4 or not isinstance(operation, Convolution | Linear) or not operation.pointwise:
+            return
+        if id(layer) in products:
             return
         for transposed in (True, False):
             try:
@@ -57,14 +63,14 @@ def put_in_(fast: Compiled, inputs: tuple[Tensor, ...]) -> str:
                 product(*args)
                 torch.cuda.synchronize()
             except Exception as error:  # whatever a library has against this shape
-                reasons[layer.name] = (str(error).splitlines() or [type(error).__name__])[0]
+                reasons[layer.name] = first_line(error)
                 continue
             products[id(layer)] = product
             reasons.pop(layer.name, None)
             return
 
     layers = fast.layers
-    handles = [layer.register_forward_pre_hook(stop_by) for layer in layers]
+    handles = [layer.register_forward_pre_hook(try_layer) for layer in layers]
     try:
         fast(*inputs)
     finally:

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor, nn
 
 from halve.bench.semi_structured import put_in_
-from halve.engine import ops
-from halve.engine.compiled import Compiled
-from halve.engine.plan import Entry, Timed, timed
+from halve.engine.compiled import CUDA_GRAPH, Compiled
+from halve.engine.kernels.kernel import Kernel
+from halve.engine.kernels.registry import family_of
+from halve.engine.plan import Entry, LayerTimes, time_layers
 from halve.engine.recorded import Recordings
-from halve.engine.timing_cache import Memory
+from halve.engine.timing_cache import TimingCache
 from halve.errors import EngineError
 
 
@@ -80,43 +81,43 @@ def _by_inductor(case: Case, **options: Any) -> Ready:
 
 
 def _best_dense(case: Case) -> Ready:
-    fast, _ = _in_ways(case, lambda timing: timing.best("dense"))
+    fast, _ = _on_kernels(case, lambda times: times.best_dense)
     return _recorded(fast, case)
 
 
 def _halve_dense(case: Case) -> Ready:
-    fast, ways = _in_ways(case, _twin)
-    ours = sum(way not in ops.DENSE_WAYS for way in ways)
+    fast, kernels = _on_kernels(case, _our_dense)
+    ours = sum(not family_of(kernel).library for kernel in kernels)
     if not ours:
-        raise EngineError(f"our kernels run no layer of it here: {fast.reason or 'none of these shapes'}")
-    return _recorded(fast, case, f"{ours} of {len(fast.layers)} layers on our kernels, others as in best_dense")
+        raise EngineError(f"our kernels cannot run any of its layers here: {fast.reason or 'unsupported shapes'}")
+    return _recorded(fast, case, f"{ours} of {len(fast.layers)} layers on our kernels, the others as in best_dense")
 
 
-def _twin(timing: Timed) -> str:
-    """The fastest of our kernels on all weights, or the fastest dense way where none runs."""
-    ours = [way for way in timing.times if way.startswith("twin ")]
-    return min(ours, key=lambda way: timing.times[way]) if ours else timing.best("dense")
+def _our_dense(times: LayerTimes) -> Kernel:
+    """Our fastest kernel with all weights, or the fastest library kernel if there is none."""
+    return times.best_our_dense or times.best_dense
 
 
 def _torch_semi_structured(case: Case) -> Ready:
-    fast, _ = _in_ways(case, lambda timing: timing.best("dense"))
+    fast, _ = _on_kernels(case, lambda times: times.best_dense)
     return _recorded(fast, case, put_in_(fast, case.inputs))
 
 
-def _in_ways(case: Case, choose: Callable[[Timed], str]) -> tuple[Compiled, list[str]]:
-    """A copy of the compiled network, its layers in ways of this choice; the copy has no recordings."""
+def _on_kernels(case: Case, choose: Callable[[LayerTimes], Kernel]) -> tuple[Compiled, list[Kernel]]:
+    """A copy of the compiled network, without recordings, whose layers run on the chosen kernels."""
     if not case.on_gpu:
         raise EngineError("needs a CUDA GPU")
     fast = copy.deepcopy(case.compiled())
-    timings = timed(fast.layers, lambda: fast(*case.inputs), Memory.of(case.inputs[0].device))
-    ways = [choose(timing) for timing in timings]
-    for timing, way in zip(timings, ways, strict=True):
-        timing.layer.take({timing.pixels: way})
-    return fast, ways
+    device = case.inputs[0].device
+    timed = time_layers(fast.layers, lambda: fast(*case.inputs), TimingCache.of(device), device)
+    kernels = [choose(times) for times in timed]
+    for times, kernel in zip(timed, kernels, strict=True):
+        times.layer.use({times.size: kernel})
+    return fast, kernels
 
 
 def _recorded(fast: Compiled, case: Case, note: str | None = None) -> Ready:
-    """In a CUDA graph, as `halve` itself: inputs are copied in, outputs out."""
+    """The network in a CUDA graph, like `halve` itself: inputs are copied in, outputs out."""
     recordings = Recordings()
     fast(*case.inputs)  # kernels are loaded and algorithms chosen before anything is recorded
     return Ready(lambda: recordings.replay(case.inputs), lambda: recordings.record(fast, case.inputs), fast, note)
@@ -132,7 +133,7 @@ def _halve(case: Case) -> Ready:
     if not case.on_gpu:
         return Ready(call, call, fast, "; ".join(notes) or None)
     fast.warmup([case.batch])
-    notes += [f"{name} {why}" for name, why in fast.plan.left.items() if name == "CUDA graph"]
+    notes += [f"{name} {why}" for name, why in fast.plan.uncompiled.items() if name == CUDA_GRAPH]
     plan = tuple(fast.plan.batches.get(case.batch, ()))
     return Ready(call, lambda: fast.warmup([case.batch]), fast, "; ".join(notes) or None, plan)
 

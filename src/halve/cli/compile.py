@@ -49,7 +49,7 @@ def compile(
         return
     for size_, entries in fast.plan.batches.items():
         show_plan(size_, entries)
-    for name, reason in fast.plan.left.items():
+    for name, reason in fast.plan.uncompiled.items():
         show.note(f"note: {name}: as it was ({reason})")
     show.say(f"{path}: {show.size(path.stat().st_size)}; halve.load_compiled reads it")
 

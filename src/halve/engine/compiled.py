@@ -1,4 +1,4 @@
-"""A network that was compiled: a module for inference that takes the place of the model."""
+"""A compiled network: a module for inference that takes the place of the model."""
 
 import contextlib
 import warnings
@@ -12,27 +12,30 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.fx import GraphModule
-from torch.fx.node import map_aggregate
 
-from halve.engine.capture.guards import Guards, misfit
-from halve.engine.kernels.cuda import driver, jit
-from halve.engine.layer import DENSE, Layer
+from halve.cuda_graphs import autotuned_cudnn
+from halve.engine import saved
+from halve.engine.capture.guards import Guards
+from halve.engine.kernels.kernel import Kernel
+from halve.engine.kernels.registry import FALLBACK, family_of, no_sparse_kernels
+from halve.engine.layer import Layer
+from halve.engine.lower import move_
 from halve.engine.plan import Plan, decide
-from halve.engine.recorded import ALONE, MOST, Recordings, Shapes, shapes_of
-from halve.engine.timing_cache import Memory
-from halve.errors import EngineError, EngineWarning, listed
-from halve.graph import Sizes
-from halve.learn.step_graph import best_algorithms
+from halve.engine.recorded import CAPTURE_LOCK, MOST, Recordings, Shapes, shapes_of
+from halve.engine.saved import SavedNetwork
+from halve.engine.timing_cache import TimingCache, network_key
+from halve.errors import EngineError, EngineWarning, OptionError, first_line, listed
 
 _NHWC = torch.channels_last
-_MOST_SHAPES = 4096  # that are remembered as fitting
+_MOST_SHAPES = 4096  # shapes that are remembered as valid
+CUDA_GRAPH = "CUDA graph"  # its name in `Plan.uncompiled`
 
 
 class Compiled(nn.Module):
-    """What `halve.compile` gives: call it like the model.
+    """What `halve.compile` returns: call it like the model, for inference.
 
-    `plan` says which layer runs how. `warmup` plans and records further batch sizes; a call with another one takes the
-    nearest plan, without a recording. Outputs are the caller's own. It has no gradients.
+    `plan` says which layer runs on which kernel. `warmup` plans and records more batch sizes; a call with a batch size
+    that was not planned uses the nearest plan, without a recording. Outputs belong to the caller.
     """
 
     def __init__(
@@ -40,47 +43,43 @@ class Compiled(nn.Module):
         body: nn.Module,
         example: tuple[Tensor, ...],
         dtype: torch.dtype,
-        left: dict[str, str],
+        uncompiled: dict[str, str],
+        guards: Guards | None = None,
     ) -> None:
         super().__init__()
         self.training = False
         self.body = body
-        self.plan = Plan({}, left)
+        self.plan = Plan({}, uncompiled)
+        self.guards = guards  # of the graph; None if the network falls back to eager, or in parts
         self.dtype, self.input_dtypes = dtype, tuple(x.dtype for x in example)
         self.output_dtype = next((x.dtype for x in example if x.is_floating_point()), dtype)
-        self.example = tuple(x[:1].detach().clone().cpu() for x in example)  # our own: the caller's may change
-        self.sizes: Sizes = ()
-        self.guards: Guards | None = None
-        self._as_it_is = False
-        self._ours = any(isinstance(module, Layer) for module in body.modules())  # which want images channels last
-        self._fitting: set[Shapes] = set()  # shapes that were looked at
+        self.example = tuple(x[:1].detach().clone().cpu() for x in example)  # a copy: the caller's may change
+        self.device = example[0].device  # a graph may hold constants on other devices
+        self._eager = False
+        self._has_layers = any(isinstance(module, Layer) for module in body.modules())
+        self._valid: set[Shapes] = set()  # shapes that were checked
         self._recordings = Recordings()
-        self._elsewhere: list[dict[int, str]] = []  # how layers ran before the network came to run dense
-        self.device = example[0].device  # a graph may hold constants that lie elsewhere
+        self._sparse_kernels: list[dict[int, Kernel]] = []  # what layers used before the network fell back to dense
 
     @property
     def reason(self) -> str | None:
-        """Why nothing runs sparse; None where something can."""
+        """Why nothing runs sparse; None if something can."""
         return self.plan.dense
 
-    def run_as_it_is(self, reason: str) -> None:
+    def run_eagerly(self, reason: str) -> None:
         """Plan and record nothing."""
-        self.plan.left["CUDA graph"], self._as_it_is = f"not recorded: {reason}", True
-
-    def hold_for(self, sizes: Sizes, guards: Guards) -> None:
-        """Refuse inputs of shapes that the graph does not hold for."""
-        self.sizes, self.guards = sizes, guards
+        self.plan.uncompiled[CUDA_GRAPH], self._eager = f"not recorded: {reason}", True
 
     @property
     def layers(self) -> list[Layer]:
-        """The layers that can run in several ways."""
+        """The layers that choose among kernels."""
         return [module for module in self.modules() if isinstance(module, Layer)]
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if named:
-            raise EngineError(f"inputs are taken by place, as in the example, not by name: {listed(named)}")
-        if torch.compiler.is_compiling():  # devices and types stand fast then
-            self.check_sizes(inputs)
+            raise EngineError(f"inputs must be positional, as in the example, got keywords {listed(named)}")
+        if torch.compiler.is_compiling():  # devices and dtypes are fixed
+            self._check_shapes(inputs)
             return self._run(*(x.detach() if isinstance(x, Tensor) else x for x in inputs))
         self._check(inputs)
         with torch.no_grad():
@@ -99,91 +98,104 @@ class Compiled(nn.Module):
         return pytree.tree_map_only(Tensor, self._leaving, outputs)
 
     def entering(self, x: Any) -> Any:
-        """An input as the layers take it."""
+        """An input in the dtype and memory format of the layers."""
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
-        return x.to(self.dtype, memory_format=_NHWC) if x.dim() == 4 and self._ours else x.to(self.dtype)
+        return x.to(self.dtype, memory_format=_NHWC) if x.dim() == 4 and self._has_layers else x.to(self.dtype)
 
     def _leaving(self, y: Tensor) -> Tensor:
         return y.to(self.output_dtype) if y.dtype == self.dtype else y
 
     def _check(self, inputs: tuple[Any, ...]) -> None:
         if len(inputs) != len(self.input_dtypes):
-            raise EngineError(f"the network was compiled for {len(self.input_dtypes)} input(s), not {len(inputs)}")
+            raise EngineError(f"the network was compiled for {len(self.input_dtypes)} input(s), got {len(inputs)}")
         for x, dtype, example in zip(inputs, self.input_dtypes, self.example, strict=True):
             if not isinstance(x, Tensor):
-                raise EngineError(f"an input is a {type(x).__name__}, the network was compiled for a tensor")
+                raise EngineError(f"inputs must be tensors, got a {type(x).__name__}")
             if x.device != self.device:
                 raise EngineError(f"the input is on {x.device}, the network on {self.device}: move one of them")
             if x.dtype != dtype:
                 raise EngineError(f"the input is {x.dtype}, the network was compiled for {dtype}: convert the input")
             if x.dim() != example.dim():
-                raise EngineError(f"the input has shape {tuple(x.shape)}, the example had {('N', *example.shape[1:])}")
-        if shapes_of(inputs) not in self._fitting:
-            self.check_sizes(inputs)
-            if len(self._fitting) >= _MOST_SHAPES:
-                self._fitting.clear()
-            self._fitting.add(shapes_of(inputs))
+                raise EngineError(
+                    f"the input has shape {tuple(x.shape)}, the network was compiled for {_batched(example)}"
+                )
+        if shapes_of(inputs) not in self._valid:
+            self._check_shapes(inputs)
+            if len(self._valid) >= _MOST_SHAPES:
+                self._valid.clear()
+            self._valid.add(shapes_of(inputs))
 
-    def check_sizes(self, inputs: tuple[Tensor, ...]) -> None:
-        """Raise where the graph does not hold for inputs of these shapes."""
-        for x, limits in zip(inputs, self.sizes, strict=False):
-            if why := misfit(x, limits):
-                raise EngineError(f"the input has {why}: compile it again with an example of that shape")
-        if self.guards is not None and (broken := self.guards.broken(inputs)):
-            raise EngineError(
-                f"the network was captured for inputs with {broken}, not {[tuple(x.shape) for x in inputs]}: "
-                f"compile it again with an example of that shape"
-            )
+    def _check_shapes(self, inputs: tuple[Tensor, ...]) -> None:
+        """Raise if the graph is not valid for inputs of these shapes."""
+        if self.guards is None or (broken := self.guards.broken(inputs)) is None:
+            return
+        other_size = any(x.shape[1:] != example.shape[1:] for x, example in zip(inputs, self.example, strict=False))
+        advice = "compile with any_size=True for other image sizes, or " if other_size else "compile "
+        raise EngineError(
+            f"the network was compiled for inputs with {broken}, got {', '.join(str(tuple(x.shape)) for x in inputs)}: "
+            f"{advice}with an example of that shape"
+        )
 
     def warmup(self, batch_sizes: Sequence[int] | int) -> "Compiled":
-        """Plan and record these batch sizes, or this one, so that no call has to. Does nothing without a GPU."""
+        """Plan and record these batch sizes now, so that no call has to wait for it."""
         given = list(batch_sizes) if isinstance(batch_sizes, Iterable) else [batch_sizes]
         for size in given:
             if not isinstance(size, Integral) or size < 1:
-                raise EngineError(f"batch sizes are whole numbers from 1 on, not {size!r}")
-        if self.device.type != "cuda" or self._as_it_is:
-            return self
+                raise OptionError(f"batch_sizes must be positive integers, got {size!r}")
         for size in dict.fromkeys(int(size) for size in given):
-            inputs = tuple(self._varied(x, size) for x in self.example)
-            self._check(inputs)
-            with ALONE, self._recordings.planning, torch.no_grad(), torch.cuda.device(self.device), best_algorithms():
-                if size not in self.plan.batches:
-                    with self._as_before_if_it_fails():
-                        run = partial(self._run, *inputs)
-                        entries = decide(self.layers, run, Memory.of(self.device), sparse=self.reason is None)
-                    self.plan.batches |= {size: entries} if entries else {}
-                self._record(inputs)
+            if not self._eager:
+                self._prepare(size)
         return self
 
-    def _varied(self, x: Tensor, size: int) -> Tensor:
+    def _prepare(self, size: int) -> None:
+        inputs = tuple(self._expanded(x, size) for x in self.example)
+        self._check(inputs)
+        with CAPTURE_LOCK, self._recordings.planning, torch.no_grad(), self._current(), autotuned_cudnn():
+            if size not in self.plan.batches:
+                with self._unchanged_on_failure():
+                    entries = decide(
+                        self.layers,
+                        partial(self._run, *inputs),
+                        TimingCache.of(self.device),
+                        self.device,
+                        key=network_key(self.body, inputs),
+                        sparse=self.reason is None,
+                    )
+                self.plan.batches |= {size: entries} if entries else {}
+            if self.device.type == "cuda":
+                self._record(inputs)
+
+    def _current(self) -> contextlib.AbstractContextManager[object]:
+        return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
+
+    def _expanded(self, x: Tensor, size: int) -> Tensor:
         x = x.to(self.device).expand(size, *x.shape[1:])
         return x.contiguous(memory_format=_NHWC) if x.dim() == 4 else x.contiguous()
 
     @contextlib.contextmanager
-    def _as_before_if_it_fails(self) -> Iterator[None]:
-        """Planning puts layers into ways by turns: where it breaks off, memory for one, none may be left in one."""
-        before = [(layer, dict(layer.ways)) for layer in self.layers]
+    def _unchanged_on_failure(self) -> Iterator[None]:
+        """Planning switches the kernels of layers back and forth: if it fails, restore what they used before."""
+        before = [(layer, dict(layer.kernels)) for layer in self.layers]
         try:
             yield
         except BaseException:
-            for layer, ways in before:
-                layer.take(ways)
+            for layer, kernels in before:
+                layer.use(kernels)
             raise
 
     def _record(self, inputs: tuple[Tensor, ...]) -> None:
         try:
-            gone = self._recordings.record(self._run, inputs, (*self.body.buffers(), *self.body.parameters()))
-            if gone:
-                sizes = ", ".join(str(shapes[0][0]) for shapes in gone)
-                self.plan.left["CUDA graph"] = f"of {sizes} images was given up: {MOST} are kept"
-        except RuntimeError as error:  # a part of the network may do what cannot be recorded
-            first = (str(error).splitlines() or [""])[0]
-            self.plan.left.setdefault("CUDA graph", f"not recorded: {first[:120]}")
+            dropped = self._recordings.record(self._run, inputs, (*self.body.buffers(), *self.body.parameters()))
+            if dropped:
+                sizes = ", ".join(str(shapes[0][0]) for shapes in dropped)
+                self.plan.uncompiled[CUDA_GRAPH] = f"dropped for batch size {sizes}: at most {MOST} are kept"
+        except RuntimeError as error:  # part of the network may do what cannot be recorded
+            self.plan.uncompiled.setdefault(CUDA_GRAPH, f"not recorded: {first_line(error)}")
             torch.cuda.synchronize()
 
     def train(self, mode: bool = True) -> "Compiled":
-        """A compiled network is for inference: it has no other mode."""
+        """Does nothing: a compiled network is only for inference."""
         return self
 
     def _apply(self, *args: Any, **kwargs: Any) -> "Compiled":
@@ -196,64 +208,80 @@ class Compiled(nn.Module):
         super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         if moved.device != self.device:
             move_(self.body, self.device, moved.device)
-            before, self.device = missing(self.device, self.dtype), moved.device
-            self._settle(before)
+            before, self.device = no_sparse_kernels(self.device, self.dtype), moved.device
+            self._adapt(before)
         return self
 
-    def _settle(self, before: str | None) -> None:
-        """On a new device: dense where it must be, sparse again where only the device `before` stood against it."""
-        now = missing(self.device, self.dtype)
+    def _adapt(self, before: str | None) -> None:
+        """On a new device, fall back to dense or come back from it; `before` is why the old device ran dense."""
+        now = no_sparse_kernels(self.device, self.dtype)
         if now is not None and self.reason is None:
             self.fall_back(now)
         elif before is not None and self.reason is not None:
             self.plan.dense = now
             if now is None:
-                for layer, ways in zip(self.layers, self._elsewhere, strict=True):
-                    layer.take(ways)
+                for layer, kernels in zip(self.layers, self._sparse_kernels, strict=True):
+                    layer.use(kernels)
 
-    def take_plan_of(self, other: "Compiled") -> None:
-        """Run each layer as another network of the same structure does."""
-        if [(a.name, a.geometry) for a in self.layers] != [(b.name, b.geometry) for b in other.layers]:
-            raise EngineError("plan_from= is a network of other layers: compile this one on its own")
+    def use_plan_of(self, other: "Compiled") -> None:
+        """Run each layer on the kernel that another network of the same structure uses."""
+        if [(a.name, a.operation) for a in self.layers] != [(b.name, b.operation) for b in other.layers]:
+            raise EngineError("plan_from= has other layers: compile this network on its own")
         for mine, theirs in zip(self.layers, other.layers, strict=True):
-            if not mine.halved and any(way.startswith("sparse") for way in theirs.ways.values()):
-                raise EngineError(f"layer {mine.name} is 2:4 in plan_from= and not here: masks must be the same")
-            mine.take(theirs.ways)
-        self.plan = Plan({size: list(table) for size, table in other.plan.batches.items()}, dict(self.plan.left))
+            if not mine.is_2_4 and any(family_of(kernel).sparse for kernel in theirs.kernels.values()):
+                raise EngineError(f"layer {mine.name} is 2:4 in plan_from= but not here: use the same masks")
+            mine.use(theirs.kernels)
+        self.plan = Plan({size: list(table) for size, table in other.plan.batches.items()}, dict(self.plan.uncompiled))
 
     def save(self, path: str | Path) -> None:
-        """Write it to a file, plan and packed weights; `halve.load_compiled` reads it."""
-        from halve.engine.saved import save  # which makes such networks, and so cannot be above
-
-        save(self, path)
+        """Write the network to a file, with its plan and packed weights; `halve.load_compiled` reads it."""
+        if not isinstance(self.body, GraphModule) or self.guards is None:
+            raise EngineError(
+                "the network runs code outside of its graph and cannot be saved: compile it again where it is needed; "
+                "timings are cached"
+            )
+        inputs = tuple(self.entering(torch.cat([x, x])) for x in self.example)
+        network = SavedNetwork(self.body, self.example, self.dtype, self.guards, self.device, self.plan)
+        saved.write(path, network, inputs)
 
     def fall_back(self, reason: str) -> "Compiled":
-        """Run dense; say so, once."""
+        """Run dense from now on, with a warning."""
         self.plan.dense = reason
-        self._elsewhere = [dict(layer.ways) for layer in self.layers]
+        self._sparse_kernels = [dict(layer.kernels) for layer in self.layers]
         for layer in self.layers:
-            layer.take({1: DENSE})
+            layer.use({1: FALLBACK})
         warnings.warn(f"running dense: {reason}", EngineWarning, stacklevel=3)
         return self
 
 
-def move_(body: nn.Module, old: torch.device, new: torch.device) -> None:
-    """What graphs make along the way, such as positions, is made on the new device."""
+def load(path: str | Path, device: str | torch.device | None = None) -> Compiled:
+    """Load a compiled network that `Compiled.save` wrote.
 
-    def moved(value: Any) -> Any:
-        return new if isinstance(value, torch.device) and value.type == old.type else value
+    Args:
+        path: the file. Only load files that you trust.
+        device: where to run. Default: the kind of device that it was saved from, if there is one.
 
-    for module in body.modules():
-        if isinstance(module, GraphModule):
-            for node in module.graph.nodes:
-                node.args, node.kwargs = map_aggregate(node.args, moved), map_aggregate(node.kwargs, moved)
-            module.recompile()
+    >>> import halve, tempfile, warnings
+    >>> model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU()).eval()
+    >>> images = torch.randn(2, 4, 8, 8)
+    >>> with warnings.catch_warnings(action="ignore"), tempfile.TemporaryDirectory() as folder:
+    ...     fast = halve.compile(model, halve.prune(model), images)
+    ...     fast.save(f"{folder}/net.pt2")
+    ...     again = halve.load_compiled(f"{folder}/net.pt2")
+    >>> torch.equal(again(images), fast(images))
+    True
+    """
+    network = saved.read(path)
+    fast = Compiled(network.body, network.example, network.dtype, network.plan.uncompiled, network.guards)
+    fast.plan = network.plan
+    if device is None:
+        device = network.device if network.device.type != "cuda" or torch.cuda.is_available() else "cpu"
+    fast = fast.to(device)
+    reason = no_sparse_kernels(fast.device, fast.dtype)
+    if network.device.type == "cuda" and reason is not None and fast.reason is None:
+        fast.fall_back(reason)
+    return fast.warmup(list(fast.plan.batches))
 
 
-def missing(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why nothing can run sparse there; None where it can."""
-    if (why := driver.missing(device)) is not None:
-        return why
-    if dtype not in (torch.float16, torch.bfloat16):
-        return f"sparse tensor cores multiply float16 and bfloat16, not {dtype}: pass dtype=torch.float16"
-    return jit.available()
+def _batched(example: Tensor) -> str:
+    return f"({', '.join(map(str, ('N', *example.shape[1:])))})"

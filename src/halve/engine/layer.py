@@ -1,166 +1,142 @@
-"""A layer that can run in several ways, and which one it takes for which size of input.
-
-A way is a name: "torch", "cudnn", "gemm" are dense (see `ops.DENSE_WAYS`); "sparse TILE" is our kernel on the packed
-2:4 weight, "twin TILE" the same kernel on all weights. Only the forms of the weight that some way needs are kept.
-"""
+"""A layer that any of several kernels can run, and the kernel it uses for each input size."""
 
 import math
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from halve.engine import ops
-from halve.engine.geometry import Geometry
-from halve.engine.kernels.mma_sp import launch as conv
-from halve.engine.kernels.mma_sp import packing as pack
-
-DENSE = "torch"  # runs everywhere
-_NHWC = torch.channels_last
+from halve.engine.kernels import op
+from halve.engine.kernels.kernel import Kernel, Piece
+from halve.engine.kernels.registry import FALLBACK, FAMILIES, family_of, kernels_for
+from halve.engine.operations import MaxPool, Operation
 
 
 class Layer(nn.Module):
-    """activation(conv(x) + bias + residual), or the same of a Linear layer.
+    """One operation of a compiled network, with its tensors in the form that its kernels read.
 
-    >>> weight = torch.tensor([[1.0, 0.0, 0.0, 2.0]])
-    >>> layer = Layer("fc", Geometry(1, 4, activation="relu"), weight, torch.ones(1), linear=True)
-    >>> layer.halved, layer(torch.ones(2, 4)).tolist()
+    >>> from halve.engine.operations import Linear
+    >>> tensors = {"weight": torch.tensor([[1.0, 0.0, 0.0, 2.0]]), "bias": torch.ones(1)}
+    >>> layer = Layer("fc", Linear(1, 4, activation="relu"), tensors)
+    >>> layer.is_2_4, layer(torch.ones(2, 4)).tolist()
     (True, [[4.0], [4.0]])
-    >>> layer.take({2: "sparse 64x64"})
-    >>> layer.weight is None, layer(torch.ones(2, 4)).tolist()
-    (True, [[4.0], [4.0]])
+    >>> layer.use({2: Kernel("mma_sp", "64x64")})
+    >>> layer.held, layer(torch.ones(2, 4)).tolist()
+    (['mma_sp'], [[4.0], [4.0]])
     """
 
-    weight: Tensor | None
-    values: Tensor | None
-    metadata: Tensor | None
-    twin: Tensor | None
-    bias: Tensor | None
-    bias32: Tensor | None
-
-    def __init__(self, name: str, geometry: Geometry, weight: Tensor, bias: Tensor | None, *, linear: bool) -> None:
+    def __init__(
+        self, name: str, operation: Operation, tensors: Mapping[str, Tensor], dtype: torch.dtype | None = None
+    ) -> None:
         super().__init__()
-        self.name, self.geometry, self.linear = name, geometry, linear
-        self.register_buffer("bias", None if bias is None else bias.to(weight.dtype))
-        self.register_buffer("bias32", None if bias is None else bias.float())
-        for form in ("weight", "values", "metadata", "twin"):
-            self.register_buffer(form, None)
-        self.weight = weight if linear else weight.contiguous(memory_format=_NHWC)
-        self.halved = geometry.groups == 1 and _is_two_of_four(weight)
-        self.ways: dict[int, str] = {}
-
-    def way_for(self, pixels: int) -> str:
-        """The way for an input of so many pixels (or rows): that of the nearest size which was planned."""
-        if not self.ways:
-            return DENSE
-        return self.ways[min(self.ways, key=lambda known: abs(math.log(known / max(pixels, 1))))]
+        self.name, self.operation, self._described = name, operation, operation.to_json()
+        weight = tensors.get("weight")
+        self.dtype = weight.dtype if weight is not None else dtype or torch.float32
+        self.is_2_4 = weight is not None and getattr(operation, "groups", 1) == 1 and _is_2_4(weight)
+        self.kernels: dict[int, Kernel] = {}  # input size -> kernel
+        self._forms: dict[str, tuple[str, ...]] = {}  # family -> names of its tensors
+        self._hold_form(FALLBACK.family, dict(tensors))
 
     @property
-    def dtype(self) -> torch.dtype:
-        """That the layer computes in."""
-        form = self.weight
-        if form is None:
-            form = self.twin if self.values is None else self.values
-        assert form is not None
-        return form.dtype
+    def piece(self) -> Piece:
+        return Piece(self.operation, self.dtype, self.is_2_4)
+
+    @property
+    def has_weight(self) -> bool:
+        return not isinstance(self.operation, MaxPool)
+
+    @property
+    def held(self) -> list[str]:
+        """The families whose form of the tensors is in memory."""
+        return list(self._forms)
+
+    def packed(self, family: str) -> dict[str, Tensor]:
+        """The tensors in a form that is held."""
+        return {name: self.get_buffer(f"{family}_{name}") for name in self._forms[family]}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors in canonical form."""
+        family = next(iter(self._forms))
+        return FAMILIES[family].unpack(self.operation, self.packed(family))
+
+    def cast_(self, dtype: torch.dtype) -> None:
+        """Compute in another dtype, on the fallback. Biases keep single precision."""
+        tensors = self.tensors()
+        if "weight" in tensors:
+            tensors["weight"] = tensors["weight"].to(dtype)
+        self._forms.clear()
+        self._buffers.clear()
+        self.dtype, self.kernels = dtype, {}
+        self._hold_form(FALLBACK.family, tensors)
+
+    def kernel_for(self, size: int) -> Kernel:
+        """The kernel for an input of this size: that of the nearest size that was planned."""
+        if not self.kernels:
+            return FALLBACK
+        return self.kernels[min(self.kernels, key=lambda known: abs(math.log(known / max(size, 1))))]
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
-        dtype = self.dtype
-        if x.dtype != dtype:  # after what a model computes in another type on purpose, a softmax say
-            x = x.to(dtype)
-        if residual is not None and residual.dtype != dtype:
-            residual = residual.to(dtype)
-        if torch.compiler.is_compiling():  # sizes are unknown then
-            return self.run(x, residual, next(iter(self.ways.values()), DENSE))
-        return self.run(x, residual, self.way_for(pixels_of(x, self.linear)))
+        inputs = [x] if residual is None else [x, residual]
+        if self.has_weight:  # after what a model computes in another dtype on purpose, a softmax for example
+            inputs = [value.to(self.dtype) for value in inputs]
+        if torch.compiler.is_compiling():  # sizes are symbolic
+            kernel = next(iter(self.kernels.values()), FALLBACK)
+            return op.call(inputs, self.packed(kernel.family), self._described, kernel)
+        return self.run(inputs, self.kernel_for(self.operation.size(x)))
 
-    def run(self, x: Tensor, residual: Tensor | None, way: str) -> Tensor:
-        """In one way, whose form of the weight must be there."""
-        kind, _, tile = way.partition(" ")
-        end, sizes = self.geometry.activation, self._sizes
-        result: Tensor
-        if kind in ("sparse", "twin"):
-            form = (self.values, self.metadata) if kind == "sparse" else (self.twin, None)
-            if self.linear:
-                result = ops.packed_linear(x, *form, self.bias32, residual, self.geometry.rows, end, tile)
-            else:
-                shape = list(self.geometry.weight_shape)
-                result = ops.packed_conv2d(x, *form, self.bias32, residual, shape, *sizes, end, tile)
-        elif self.linear:
-            result = ops.linear(x, self.weight, self.bias, residual, end, kind)
-        else:
-            result = ops.conv2d(x, self.weight, self.bias, residual, *sizes, self.geometry.groups, end, kind)
-        return result
+    def run(self, inputs: list[Tensor], kernel: Kernel) -> Tensor:
+        """Run one kernel, whose form of the tensors must be held."""
+        family = family_of(kernel)
+        given = [family.reads.of(x) for x in inputs]
+        return family.run(given, self.packed(kernel.family), self.operation, kernel.variant)
 
-    def possible(self, twins: bool = True) -> list[str]:
-        """The ways that the layer's weight and type allow on a GPU that can run our kernels."""
-        geometry = self.geometry
-        ways = [DENSE]
-        if not self.linear and geometry.activation == "relu":
-            ways.append("cudnn")
-        if geometry.pointwise:
-            ways.append("gemm")
-        if geometry.groups == 1 and geometry.channels % 4 == 0 and self.dtype in conv.DTYPES:
-            ways += [f"sparse {tile}" for tile in conv.TILES] if self.halved else []
-            ways += [f"twin {tile}" for tile in conv.TILES] if twins else []
-        return ways
+    def possible(self, device: torch.device) -> list[Kernel]:
+        """The kernels that can run the layer on a device."""
+        return kernels_for(self.piece, device)
 
-    def dense(self) -> Tensor:
-        """The weight with its zeros."""
-        if self.weight is not None:
-            return self.weight
-        shape = self.geometry.weight_shape
-        values, metadata = (self.twin, None) if self.values is None else (self.values, self.metadata)
-        assert values is not None
-        found = pack.restored(values, metadata, shape)
-        return found.flatten(1) if self.linear else found.contiguous(memory_format=_NHWC)
+    def sparse_kernels(self, device: torch.device) -> list[Kernel]:
+        """The sparse kernels among them."""
+        return [kernel for kernel in self.possible(device) if family_of(kernel).sparse]
 
-    def hold(self, ways: list[str]) -> None:
-        """Keep the forms of the weight that these ways need, and no others."""
-        weight = self.dense()
-        kinds = {way.partition(" ")[0] for way in ways}
-        matrix = weight.reshape(self.geometry.weight_shape)
-        sparse = "sparse" in kinds
-        packed = pack.pack(matrix, matrix != 0) if sparse and self.values is None else None
-        if packed is not None:
-            self.values, self.metadata = packed.values, packed.metadata
-        if not sparse:
-            self.values = self.metadata = None
-        if "twin" not in kinds:
-            self.twin = None
-        elif self.twin is None:
-            self.twin = pack.pack_dense(matrix)
-        self.weight = weight if kinds & set(ops.DENSE_WAYS) or not kinds else None
+    def hold(self, kernels: Iterable[Kernel]) -> None:
+        """Keep the forms of the tensors that these kernels need, and no others."""
+        tensors = self.tensors()
+        wanted = {kernel.family for kernel in kernels} or {FALLBACK.family}
+        for family in wanted - self._forms.keys():
+            self._hold_form(family, tensors)
+        for family in [*self._forms]:
+            if family not in wanted:
+                for name in self._forms.pop(family):
+                    delattr(self, f"{family}_{name}")
 
-    def take(self, ways: dict[int, str]) -> None:
-        """Run in these ways from now on: input size in pixels -> way."""
-        self.hold(list(ways.values()))
-        self.ways = dict(ways)
+    def use(self, kernels: Mapping[int, Kernel]) -> None:
+        """Run on these kernels from now on: input size -> kernel."""
+        self.hold(kernels.values())
+        self.kernels = dict(kernels)
+
+    def _hold_form(self, family: str, tensors: Mapping[str, Tensor]) -> None:
+        packed = FAMILIES[family].pack(self.operation, tensors)
+        for name, tensor in packed.items():
+            self.register_buffer(f"{family}_{name}", tensor)
+        self._forms[family] = tuple(packed)
 
     def _apply(self, *args: Any, **kwargs: Any) -> "Layer":
+        before = {name: buffer.stride() for name, buffer in self._buffers.items() if buffer is not None}
         super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
-        if self.bias32 is not None:  # the kernels add it in single precision, whatever the layer is converted to
-            self.bias32 = self.bias32.float()
-        for name in ("values", "metadata", "twin"):  # which kernels read in order, whatever memory format is asked for
-            form = getattr(self, name)
-            setattr(self, name, None if form is None else form.contiguous())
+        for name, strides in before.items():  # kernels read them in order, whatever memory format is asked for
+            buffer = self.get_buffer(name)
+            if buffer.stride() != strides:
+                ordered = torch.empty_strided(buffer.shape, strides, dtype=buffer.dtype, device=buffer.device)
+                self._buffers[name] = ordered.copy_(buffer)
         return self
 
-    @property
-    def _sizes(self) -> tuple[list[int], list[int], list[int]]:
-        return list(self.geometry.stride), list(self.geometry.padding), list(self.geometry.dilation)
-
     def extra_repr(self) -> str:
-        return f"{self.name}: {', '.join(sorted(set(self.ways.values()))) or DENSE}"
+        return f"{self.name}: {', '.join(sorted({str(kernel) for kernel in self.kernels.values()})) or FALLBACK}"
 
 
-def pixels_of(x: Tensor, linear: bool) -> Any:
-    """How many pixels (or rows) an input has."""
-    return x.numel() // max(x.shape[-1 if linear else 1], 1)
-
-
-def _is_two_of_four(weight: Tensor) -> bool:
-    """Whether no block of four input channels holds more than two weights."""
+def _is_2_4(weight: Tensor) -> bool:
+    """Whether every block of four input channels has at most two nonzero weights."""
     channels = weight.shape[1]
     kept = (weight != 0).reshape(len(weight), channels, -1).transpose(1, 2)
     kept = torch.nn.functional.pad(kept, (0, -channels % 4))

@@ -1,80 +1,53 @@
-"""The engine's operations in a graph -> layers that can run in several ways (see layer.py)."""
+"""Put `Layer` modules into a graph: in place of what was fused, or of the operators in a loaded file."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.fx import GraphModule, Node
+from torch.fx.node import map_aggregate
 
-from halve.engine import ops
-from halve.engine.geometry import Geometry
-from halve.engine.kernels.mma_sp import packing as pack
+from halve.engine.kernels.kernel import Kernel
+from halve.engine.kernels.op import run_kernel
+from halve.engine.kernels.registry import FAMILIES
 from halve.engine.layer import Layer
+from halve.engine.operations import Operation
 
-_OPERATIONS = (ops.conv2d, ops.linear, ops.packed_conv2d, ops.packed_linear)
-_TARGETS = {operation._opoverload: operation for operation in _OPERATIONS}
+
+def replace_(module: GraphModule, node: Node, layer: Layer, inputs: Sequence[Any]) -> None:
+    """Let a layer compute a node's value from these inputs."""
+    name = _free_name(module)
+    module.add_submodule(name, layer)
+    with module.graph.inserting_before(node):
+        new = module.graph.call_module(name, tuple(inputs))
+    new.meta = dict(node.meta)
+    node.replace_all_uses_with(new)
+    module.graph.erase_node(node)
 
 
 def lower_(module: GraphModule) -> list[Layer]:
-    """Put a `Layer` in the place of each operation whose weight the module holds; all of them, as they run."""
-    layers = []
-    nodes = [node for node in module.graph.nodes if node.op == "call_function" and node.target in _TARGETS]
-    for number, node in enumerate(nodes):
-        layer = _layer(module, node, node.meta.get("layer", str(number)))
-        if layer is None:
-            continue
-        name = _free_name(module, f"layer{number}")
-        module.add_submodule(name, layer)
-        residual = _arguments(node)["residual"]
-        with module.graph.inserting_before(node):
-            new = module.graph.call_module(name, (node.args[0], residual))
-        new.meta = dict(node.meta)
-        node.replace_all_uses_with(new)
-        module.graph.erase_node(node)
-        layers.append(layer)
-    for held in [node for node in module.graph.nodes if node.op == "get_attr" and not node.users]:
-        module.graph.erase_node(held)
-        _forget(module, str(held.target))
+    """Replace every `halve::run_kernel` in a graph by a layer; returns the layers in the order in which they run."""
+    layers: list[Layer] = []
+    for node in [node for node in module.graph.nodes if node.target is run_kernel._opoverload]:
+        inputs, packed, names, operation, family, variant = node.args
+        tensors = {name: held_tensor(module, str(x.target)) for name, x in zip(names.split(), packed, strict=True)}
+        layers.append(_layer(str(len(layers)), Operation.from_json(operation), tensors, Kernel(family, variant), node))
+        replace_(module, node, layers[-1], inputs)
+    drop_unread_(module)
     module.recompile()
     return layers
 
 
-def _free_name(module: GraphModule, name: str) -> str:
-    """That the model does not use itself."""
-    return name if not hasattr(module, name) else _free_name(module, f"_{name}")
+def _layer(name: str, operation: Operation, packed: dict[str, Tensor], kernel: Kernel, node: Node) -> Layer:
+    tensors = FAMILIES[kernel.family].unpack(operation, packed)
+    layer = Layer(name, operation, tensors, node.meta["val"].dtype)
+    layer.use({1: kernel})
+    return layer
 
 
-def _layer(module: GraphModule, node: Node, name: str) -> Layer | None:
-    given = _arguments(node)
-    tensors: dict[str, Tensor | None] = {}
-    for key in ("weight", "values", "metadata", "bias"):
-        argument = given.get(key)
-        if isinstance(argument, Node) and argument.op != "get_attr":
-            return None  # computed along the way
-        tensors[key] = None if argument is None else _held(module, str(argument.target))
-    linear = node.target in (ops.linear._opoverload, ops.packed_linear._opoverload)
-    weight = tensors["weight"]
-    if weight is None:
-        values, metadata = tensors["values"], tensors["metadata"]
-        assert values is not None
-        x: Any = node.args[0]
-        shape = (given["rows"], int(x.meta["val"].shape[-1])) if linear else tuple(given["shape"])
-        weight = pack.restored(values, metadata, shape)
-    sizes: dict[str, Any] = {key: tuple(given[key]) for key in ("stride", "padding", "dilation") if not linear}
-    kernel = (1, 1) if linear else (int(weight.shape[2]), int(weight.shape[3]))
-    sizes |= {"kernel": kernel, "groups": given.get("groups", 1), "activation": given["activation"]}
-    geometry = Geometry(len(weight), int(weight.shape[1]), **sizes)
-    return Layer(name, geometry, weight, tensors["bias"], linear=linear)
-
-
-def _arguments(node: Node) -> dict[str, Any]:
-    """By name, with defaults."""
-    schema = node.target._schema.arguments  # type: ignore[union-attr]
-    given = dict(zip((argument.name for argument in schema), node.args, strict=False)) | dict(node.kwargs)
-    return {argument.name: given.get(argument.name, argument.default_value) for argument in schema}
-
-
-def _held(module: torch.nn.Module, path: str) -> Tensor:
+def held_tensor(module: nn.Module, path: str) -> Tensor:
+    """A parameter, buffer or constant of a graph module by its name."""
     value: Any = module
     for part in path.split("."):
         value = getattr(value, part)
@@ -82,9 +55,36 @@ def _held(module: torch.nn.Module, path: str) -> Tensor:
     return tensor
 
 
-def _forget(module: torch.nn.Module, path: str) -> None:
-    """Drop a tensor that nobody reads any more."""
-    parent, _, name = path.rpartition(".")
-    owner = module.get_submodule(parent)
-    if hasattr(owner, name):
-        delattr(owner, name)
+def drop_unread_(module: GraphModule) -> None:
+    """Forget the tensors that no node reads any more."""
+    for node in [node for node in module.graph.nodes if node.op == "get_attr" and not node.users]:
+        module.graph.erase_node(node)
+    read = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
+    for owner_name, owner in list(module.named_modules()):
+        if isinstance(owner, Layer):
+            continue
+        for name in [*owner._parameters, *owner._buffers]:
+            if ".".join(filter(None, (owner_name, name))) not in read:
+                delattr(owner, name)
+
+
+def move_(body: nn.Module, old: torch.device, new: torch.device) -> None:
+    """Create what a graph creates when it runs, such as positions, on the new device."""
+
+    def moved(value: Any) -> Any:
+        return new if isinstance(value, torch.device) and value.type == old.type else value
+
+    for module in body.modules():
+        if isinstance(module, GraphModule):
+            for node in module.graph.nodes:
+                node.args, node.kwargs = map_aggregate(node.args, moved), map_aggregate(node.kwargs, moved)
+            module.recompile()
+
+
+def _free_name(module: torch.nn.Module) -> str:
+    """A name that the model does not use."""
+    number = sum(isinstance(child, Layer) for child in module.children())
+    name = f"layer{number}"
+    while hasattr(module, name):
+        name = f"_{name}"
+    return name

@@ -1,223 +1,288 @@
-"""Time the ways that each layer can run in, take the fastest, say why."""
+"""Time the kernels that each layer can run on, choose the fastest, and say why."""
 
-import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from halve.engine import ops
-from halve.engine.layer import DENSE, Layer, pixels_of
-from halve.engine.timing import graph_times
-from halve.engine.timing_cache import Memory
+from halve.engine.kernels.kernel import Kernel
+from halve.engine.kernels.registry import FALLBACK, family_of
+from halve.engine.layer import Layer
+from halve.engine.timing import measure
+from halve.engine.timing_cache import TimingCache, kernel_id, layer_key
 from halve.errors import EngineError
+from halve.outputs import relative_error
 
-_TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}  # of the largest output, when a way is tried
-COLUMNS = ("layer", "shape", "kernel", "ms", "dense ms", "twin ms", "sparse ms", "reason")
-BARS = (1.0, 0.8, 0.6)  # how much of a dense layer's speed a sparse one may be short of, when tried in the network
+_TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}  # relative error that a kernel may have, 1e-3 in other dtypes
+COLUMNS = ("layer", "shape", "kernel", "ms", "dense ms", "our dense ms", "sparse ms", "reason")
+THRESHOLDS = (1.0, 0.8, 0.6)  # fractions of the dense speed at which our kernels are tried in the whole network
 
 
 @dataclass(frozen=True)
 class Entry:
-    """How one layer runs for one size of input, beside its fastest dense way and our kernels with all and half weights.
-
-    Times are None where they were not taken, or where there is no such way.
-    """
+    """How one layer runs for one input size. Times are None if they were not measured or there is no such kernel."""
 
     layer: str
     shape: str
     kernel: str
+    sparse: bool
     time_ms: float | None
-    dense_ms: float | None
-    twin_ms: float | None
+    dense_ms: float | None  # the fastest library kernel
+    our_dense_ms: float | None  # the fastest of our kernels with all weights: the baseline that isolates sparsity
     sparse_ms: float | None
     reason: str
 
     def cells(self) -> tuple[str, ...]:
-        """As a row of words, in the order of `COLUMNS`."""
-        times = (self.time_ms, self.dense_ms, self.twin_ms, self.sparse_ms)
+        """The entry as text, in the order of `COLUMNS`."""
+        times = (self.time_ms, self.dense_ms, self.our_dense_ms, self.sparse_ms)
         words = ("" if time is None else f"{time:.4f}" for time in times)
         return (self.layer, self.shape, self.kernel, *words, self.reason)
 
 
 @dataclass
 class Plan:
-    """A table: which layer runs how, for each batch size; `left` names what runs as it was, and why.
+    """Which kernel each layer uses, for each batch size; prints as a table.
 
-    `dense` says why no layer runs sparse, where none can.
+    `uncompiled` lists what falls back to eager, and why. `dense` says why no layer runs sparse, if none can.
 
-    >>> plan = Plan({1: [Entry("fc", "4>2 at 1", "sparse 64x64", 0.004, 0.006, 0.005, 0.004, "fastest")]}, {})
-    >>> print(plan)
+    >>> entry = Entry("fc", "4>2 at 1", "mma_sp 64x64", True, 0.004, 0.006, 0.005, 0.004, "fastest")
+    >>> print(Plan({1: [entry]}, {}))
     batch 1, 1 of 1 layers sparse
-    layer | shape    | kernel       | ms     | dense ms | twin ms | sparse ms | reason
-    fc    | 4>2 at 1 | sparse 64x64 | 0.0040 | 0.0060   | 0.0050  | 0.0040    | fastest
+    layer | shape    | kernel       | ms     | dense ms | our dense ms | sparse ms | reason
+    fc    | 4>2 at 1 | mma_sp 64x64 | 0.0040 | 0.0060   | 0.0050       | 0.0040    | fastest
     """
 
     batches: dict[int, list[Entry]]
-    left: dict[str, str]
+    uncompiled: dict[str, str]
     dense: str | None = None
 
     def __iter__(self) -> Iterator[Entry]:
         return (entry for entries in self.batches.values() for entry in entries)
 
     def as_json(self) -> dict[str, Any]:
-        """Plain numbers and words."""
+        """The plan as plain JSON values."""
         return {
             "batches": {str(size): [asdict(e) for e in table] for size, table in self.batches.items()},
-            "left": self.left,
+            "uncompiled": self.uncompiled,
             "dense": self.dense,
         }
 
     @classmethod
     def from_json(cls, plain: dict[str, Any]) -> "Plan":
         batches = {int(size): [Entry(**entry) for entry in table] for size, table in plain["batches"].items()}
-        return cls(batches, dict(plain["left"]), plain["dense"])
+        return cls(batches, dict(plain["uncompiled"]), plain["dense"])
 
     def __str__(self) -> str:
         lines = [] if self.dense is None else [f"all layers dense: {self.dense}"]
         for batch, entries in self.batches.items():
-            sparse = sum(entry.kernel.startswith("sparse") for entry in entries)
+            sparse = sum(entry.sparse for entry in entries)
             lines.append(f"batch {batch}, {sparse} of {len(entries)} layers sparse")
             rows = [COLUMNS, *(entry.cells() for entry in entries)]
             widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
             lines += [" | ".join(t.ljust(w) for t, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-        lines += [f"{name}: as it was ({reason})" for name, reason in self.left.items()]
+        lines += [f"{name}: {reason}" for name, reason in self.uncompiled.items()]
         return "\n".join(lines)
 
 
 @dataclass(frozen=True)
-class Timed:
-    """What one layer takes on one input, in each way that is right."""
+class LayerTimes:
+    """Milliseconds of every kernel that computes one layer correctly on one input."""
 
     layer: Layer
-    pixels: int
+    size: int
     shape: str
-    key: str  # under which the times are remembered
-    times: dict[str, float]
+    times: dict[Kernel, float]
 
-    def best(self, kind: str) -> str:
-        """The fastest way of a kind: "dense", "ours" or "any"; a dense one where there is none of ours."""
-        ways = [way for way in self.times if kind == "any" or (way in ops.DENSE_WAYS) == (kind == "dense")]
-        return min(ways, key=lambda way: self.times[way]) if ways else DENSE
+    @property
+    def best(self) -> Kernel:
+        return self._fastest(lambda kernel: True) or FALLBACK
 
-    def above(self, bar: float) -> str:
-        """The fastest of our kernels where it has that share of the dense speed, otherwise the fastest dense way."""
-        ours, dense = self.best("ours"), self.best("dense")
-        taken = ours not in ops.DENSE_WAYS and self.times.get(dense, float("inf")) >= bar * self.times[ours]
-        return ours if taken else dense
+    @property
+    def best_dense(self) -> Kernel:
+        """The fastest library kernel. A layer without weights counts as dense on any kernel."""
+        return self._fastest(lambda kernel: family_of(kernel).library or not self.layer.has_weight) or FALLBACK
+
+    @property
+    def best_ours(self) -> Kernel | None:
+        return self._fastest(lambda kernel: not family_of(kernel).library)
+
+    @property
+    def best_our_dense(self) -> Kernel | None:
+        """Our fastest kernel that multiplies all weights."""
+        return self._fastest(lambda kernel: not family_of(kernel).library and not family_of(kernel).sparse)
+
+    def ours_above(self, threshold: float) -> Kernel:
+        """Our fastest kernel if it reaches this fraction of the dense speed, otherwise the fastest dense kernel."""
+        ours, dense = self.best_ours, self.best_dense
+        if ours is None or self.times.get(dense, float("inf")) < threshold * self.times[ours]:
+            return dense
+        return ours
+
+    def ms(self, matches: Callable[[Kernel], bool]) -> float | None:
+        return min((time for kernel, time in self.times.items() if matches(kernel)), default=None)
+
+    def entry(self, kernel: Kernel, reason: str) -> Entry:
+        """A row of the plan."""
+        return Entry(
+            layer=self.layer.name,
+            shape=self.shape,
+            kernel=str(kernel),
+            sparse=family_of(kernel).sparse,
+            time_ms=self.times.get(kernel),
+            dense_ms=self.ms(lambda k: family_of(k).library),
+            our_dense_ms=self.ms(lambda k: not family_of(k).library and not family_of(k).sparse),
+            sparse_ms=self.ms(lambda k: family_of(k).sparse),
+            reason=reason,
+        )
+
+    def _fastest(self, matches: Callable[[Kernel], bool]) -> Kernel | None:
+        return min(filter(matches, self.times), key=self.times.__getitem__, default=None)
 
 
-def decide(layers: list[Layer], run: Callable[[], object], memory: Memory, *, sparse: bool) -> list[Entry]:
-    """Time each layer by itself, then whole networks with layers sparse above some bar, and take the best.
+def decide(
+    layers: Sequence[Layer],
+    run: Callable[[], object],
+    cache: TimingCache,
+    device: torch.device,
+    *,
+    key: str | None = None,
+    sparse: bool = True,
+) -> list[Entry]:
+    """Choose a kernel for every layer, for the input that `run` runs the network on.
 
-    `run` runs the network on the input that it is planned for; without `sparse` only dense ways are tried.
+    Each layer is timed on its own, then whole networks that use our kernels above some threshold: a layer's neighbours
+    change how fast it is.
+
+    Args:
+        layers: the layers of the network.
+        run: runs the network.
+        cache: what was timed before.
+        device: where the network runs.
+        key: what whole networks are remembered by (see `timing_cache.network_key`); None remembers nothing.
+        sparse: False leaves our kernels out.
     """
-    before = {id(layer): dict(layer.ways) for layer in layers}
-    timings = timed(layers, run, memory, sparse)
-    if not timings:
+    if not any(len(_candidates(layer, device, sparse)) > 1 for layer in layers):
         return []
-    tried = {"dense": [timing.best("dense") for timing in timings]}
-    for bar in BARS:
-        ways = [timing.above(bar) for timing in timings]
-        if ways not in tried.values():
-            tried[f"from {bar:g} x dense on"] = ways
-    for timing, possible in zip(timings, zip(*tried.values(), strict=True), strict=True):
-        timing.layer.hold([*timing.layer.ways.values(), *possible])
-    described = repr(([timing.key for timing in timings], tried))
-    key = f"network {hashlib.sha256(described.encode()).hexdigest()}"
-    times = memory.recall(key, list(tried))
-    if times is None:
-        times = graph_times({name: _in_ways(timings, ways, run) for name, ways in tried.items()})
-        memory.remember(key, times)
-        memory.save()
-    best = min(times, key=lambda name: times[name])
-    for timing, way in zip(timings, tried[best], strict=True):
-        timing.layer.take({**before[id(timing.layer)], timing.pixels: way})
-    return [entry_of(timing, way, _reason(timing, way, best)) for timing, way in zip(timings, tried[best], strict=True)]
+    before = {id(layer): dict(layer.kernels) for layer in layers}
+    timed = time_layers(layers, run, cache, device, sparse)
+    if not timed:
+        return []
+    candidates = {"dense": [layer.best_dense for layer in timed]}
+    for threshold in THRESHOLDS:
+        chosen = [layer.ours_above(threshold) for layer in timed]
+        if chosen not in candidates.values():
+            candidates[f"above {threshold:g} x dense"] = chosen
+    for layer, kernels in zip(timed, zip(*candidates.values(), strict=True), strict=True):
+        layer.layer.hold([*layer.layer.kernels.values(), *kernels])
+    times = _network_times(candidates, timed, run, cache, device, key)
+    best = min(times, key=times.__getitem__)
+    for layer, kernel in zip(timed, candidates[best], strict=True):
+        layer.layer.use({**before[id(layer.layer)], layer.size: kernel})
+    return [
+        layer.entry(kernel, _reason(layer, kernel, best)) for layer, kernel in zip(timed, candidates[best], strict=True)
+    ]
 
 
-def timed(layers: list[Layer], run: Callable[[], object], memory: Memory, sparse: bool = True) -> list[Timed]:
-    """Run the network once; each layer is timed on the input that it gets, the first time there is something in it."""
-    found: dict[int, Timed] = {}
+def _network_times(
+    candidates: dict[str, list[Kernel]],
+    timed: list[LayerTimes],
+    run: Callable[[], object],
+    cache: TimingCache,
+    device: torch.device,
+    key: str | None,
+) -> dict[str, float]:
+    ids = {" ".join(map(kernel_id, kernels)): name for name, kernels in candidates.items()}
+    known = None if key is None else cache.get(key, ids)
+    if known is not None:
+        return {ids[described]: time for described, time in known.items()}
 
-    def stop_by(layer: Layer, args: tuple[Any, ...]) -> None:
+    def on(kernels: list[Kernel]) -> Callable[[], object]:
+        def call() -> object:
+            for layer, kernel in zip(timed, kernels, strict=True):
+                layer.layer.kernels = {layer.size: kernel}
+            return run()
+
+        return call
+
+    times = measure({name: on(kernels) for name, kernels in candidates.items()}, device)
+    if key is not None:
+        cache.put(key, {described: times[name] for described, name in ids.items()})
+        cache.save()
+    return times
+
+
+def time_layers(
+    layers: Sequence[Layer], run: Callable[[], object], cache: TimingCache, device: torch.device, sparse: bool = True
+) -> list[LayerTimes]:
+    """Run the network once, and time each layer on the first input it gets that is not empty."""
+    found: dict[int, LayerTimes] = {}
+
+    def time_layer(layer: Layer, args: tuple[Any, ...]) -> None:
         if id(layer) not in found and args[0].numel():
-            x, residual = args[0], args[1] if len(args) > 1 else None
-            found[id(layer)] = _timed(layer, x, residual, memory, sparse)
+            found[id(layer)] = _time_layer(layer, [x for x in args if x is not None], cache, device, sparse)
 
-    handles = [layer.register_forward_pre_hook(stop_by) for layer in layers]
+    handles = [layer.register_forward_pre_hook(time_layer) for layer in layers]
     try:
         run()
     finally:
         for handle in handles:
             handle.remove()
-    memory.save()
+    cache.save()
     return [found[id(layer)] for layer in layers if id(layer) in found]
 
 
-def entry_of(timing: Timed, way: str, reason: str) -> Entry:
-    """A line of the plan."""
-    times = timing.times
-    dense = times.get(timing.best("dense"))
-    twin, sparse = (min((times[w] for w in times if w.startswith(kind)), default=None) for kind in ("twin", "sparse"))
-    return Entry(timing.layer.name, timing.shape, way, times.get(way), dense, twin, sparse, reason)
+def _candidates(layer: Layer, device: torch.device, sparse: bool) -> list[Kernel]:
+    return [kernel for kernel in layer.possible(device) if sparse or family_of(kernel).library]
 
 
-def _in_ways(timings: list[Timed], ways: list[str], run: Callable[[], object]) -> Callable[[], object]:
-    def in_these() -> object:
-        for timing, way in zip(timings, ways, strict=True):
-            timing.layer.ways = {timing.pixels: way}
-        return run()
-
-    return in_these
-
-
-def _reason(timing: Timed, way: str, chosen: str) -> str:
-    if way == timing.best("any"):
-        reason = "fastest"
-    elif way in ops.DENSE_WAYS:
-        reason = "the network is faster with this layer dense"
-    else:
-        reason = f"the network is faster with layers on our kernels {chosen}"
-    return reason if timing.layer.halved else f"{reason}, not 2:4"
-
-
-def _timed(layer: Layer, x: Tensor, residual: Tensor | None, memory: Memory, sparse: bool) -> Timed:
-    ways = [way for way in layer.possible() if sparse or way in ops.DENSE_WAYS]
-    geometry = layer.geometry
-    size = f"{x.shape[0]} x {x.shape[2]} x {x.shape[3]}" if x.dim() == 4 and not layer.linear else f"{len(x)}"
-    stride = f"/{geometry.stride[0]}" if geometry.stride != (1, 1) else ""
-    shape = f"{geometry.channels}>{geometry.rows} {geometry.kernel[0]}x{geometry.kernel[1]}{stride} at {size}"
-    key = "|".join(map(str, (geometry, tuple(x.shape), x.dtype, residual is not None, layer.linear, layer.halved)))
-    times = memory.recall(key, ways) if len(ways) > 1 else {}
+def _time_layer(
+    layer: Layer, inputs: list[Tensor], cache: TimingCache, device: torch.device, sparse: bool
+) -> LayerTimes:
+    if layer.has_weight:
+        inputs = [x.to(layer.dtype) for x in inputs]
+    kernels = _candidates(layer, device, sparse)
+    key = layer_key(layer, inputs)
+    ids = {kernel_id(kernel): kernel for kernel in kernels}
+    times = cache.get(key, ids) if len(kernels) > 1 else {}
     if times is None:
-        before = list(layer.ways.values())
-        layer.hold([*ways, *before])
-        times = _measured(layer, x, residual, ways)
-        layer.hold([*before, DENSE])
-        memory.remember(key, times)
-    right = {way: time for way, time in times.items() if time != float("inf")}
-    return Timed(layer, int(pixels_of(x, layer.linear)), shape, key, right)
+        before = list(layer.kernels.values())
+        layer.hold([*kernels, FALLBACK, *before])
+        times = {kernel_id(kernel): time for kernel, time in _measured(layer, inputs, kernels, device).items()}
+        layer.hold([*before, FALLBACK])
+        cache.put(key, times)
+    correct = {ids[described]: time for described, time in times.items() if time != float("inf")}
+    size, shape = layer.operation.size(inputs[0]), layer.operation.describe(inputs[0])
+    return LayerTimes(layer, int(size), shape, correct)
 
 
-def _measured(layer: Layer, x: Tensor, residual: Tensor | None, ways: list[str]) -> dict[str, float]:
-    """Milliseconds of each way; infinite where a library has none for this shape, or where it is wrong on this GPU.
+def _measured(layer: Layer, inputs: list[Tensor], kernels: list[Kernel], device: torch.device) -> dict[Kernel, float]:
+    """Milliseconds of each kernel; infinite if a library has none for this shape, or if the result is wrong.
 
-    Left out is what may be another time: a kernel of ours that cannot be compiled, memory that others hold now.
+    A kernel that failed for a reason that may pass (no compiler, no memory left) is not in the result.
     """
-    expected = layer.run(x, residual, DENSE).float()
-    tolerance = _TOLERANCE.get(x.dtype, 1e-3) * float(expected.abs().nan_to_num().max().clamp(min=1e-6))
-    calls, not_now = {}, set()
-    for way in ways:
+    expected = layer.run(inputs, FALLBACK)
+    tolerance = _TOLERANCE.get(layer.dtype, 1e-3)
+    calls, later = {}, set()
+    for kernel in kernels:
         try:
-            got = layer.run(x, residual, way).float()
+            got = layer.run(inputs, kernel)
         except (RuntimeError, ValueError) as error:
             if isinstance(error, EngineError | torch.OutOfMemoryError) or "ALLOC" in str(error):
-                not_now.add(way)
+                later.add(kernel)
             continue
-        if bool(torch.isclose(got, expected, rtol=0, atol=tolerance, equal_nan=True).all()):
-            calls[way] = lambda way=way: layer.run(x, residual, way)
-    times = graph_times(calls)
-    return {way: times.get(way, float("inf")) for way in ways if way not in not_now}
+        if relative_error(got, expected) <= tolerance:
+            calls[str(kernel)] = lambda kernel=kernel: layer.run(inputs, kernel)
+    times = measure(calls, device)
+    return {kernel: times.get(str(kernel), float("inf")) for kernel in kernels if kernel not in later}
+
+
+def _reason(layer: LayerTimes, kernel: Kernel, chosen: str) -> str:
+    if kernel == layer.best:
+        reason = "fastest"
+    elif family_of(kernel).library:
+        reason = "the network is faster with this layer dense"
+    else:
+        reason = f"the network is faster with our kernels {chosen}"
+    return reason if layer.layer.is_2_4 or not layer.layer.has_weight else f"{reason}, not 2:4"

@@ -1,7 +1,7 @@
-"""A compiled network <-> one file: the graph with its packed weights (torch.export's format) and the plan as JSON.
+"""A compiled network in one file: its graph with packed weights in torch.export's format, and the plan as JSON.
 
-Weights are stored in the form in which the layers run. Nothing is timed again when it is loaded; on another kind of GPU
-it runs all the same, with the plan of the first. Load only files that you trust: the format is PyTorch's, not ours.
+Weights are stored in the form that the layers read. Nothing is timed again after loading; on another GPU the network
+runs with the plan of the first. Only load files that you trust: the format is PyTorch's.
 """
 
 import copy
@@ -9,136 +9,131 @@ import io
 import json
 import warnings
 import zipfile
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
-from torch.export import Dim
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
 from torch.fx import GraphModule
 
-from halve.engine import ops
 from halve.engine.capture.guards import Guards
-from halve.engine.compiled import Compiled, missing, move_
-from halve.engine.layer import DENSE, Layer
-from halve.engine.lower import lower_
+from halve.engine.kernels.kernel import Kernel
+from halve.engine.kernels.registry import FALLBACK, family_of
+from halve.engine.layer import Layer
+from halve.engine.lower import lower_, move_
 from halve.engine.plan import Plan
-from halve.errors import EngineError, FileError
-from halve.graph import TRACING, Sizes
+from halve.errors import EngineError, FileError, first_line
+from halve.graph import TRACING_LOCK, Sizes
 from halve.masks.storage import write_atomically
 
 _ABOUT = "halve.json"
-_VERSION = 3
+VERSION = 4
 
 
-def save(fast: Compiled, path: str | Path) -> None:
-    """Write a compiled network to a file, whole or not at all."""
-    if not isinstance(fast.body, GraphModule) or fast.guards is None:
-        raise EngineError(
-            "the network was captured in parts, around code of its own, and cannot be saved: compile it again where it "
-            "is needed; what was timed is remembered"
-        )
-    body: nn.Module = copy.deepcopy(fast.body).cpu()
-    move_(body, fast.device, torch.device("cpu"))
-    for layer in body.modules():
-        if isinstance(layer, Layer):
-            ours = [way for way in layer.ways.values() if way not in ops.DENSE_WAYS]
-            layer.take({1: (ours or [DENSE])[0]})  # one form is stored: a packed one has the bias in single precision
-            if layer.weight is not None:
-                layer.weight = layer.weight.contiguous()  # the format stores nothing else without complaint
-    inputs = tuple(fast.entering(torch.cat([x, x])) for x in fast.example)
-    sizes = fast.sizes
+@dataclass(frozen=True)
+class SavedNetwork:
+    """What a file holds."""
+
+    body: GraphModule
+    example: tuple[Tensor, ...]  # one image of each input, in the dtype that callers pass
+    dtype: torch.dtype  # that is computed in
+    guards: Guards
+    device: torch.device
+    plan: Plan
+
+
+def write(path: str | Path, network: SavedNetwork, inputs: tuple[Tensor, ...]) -> None:
+    """Write a network to a file, atomically. `inputs` are two images of each input, in the dtype of the body."""
+    body = copy.deepcopy(network.body).cpu()
+    move_(body, network.device, torch.device("cpu"))
+    for layer in _in_order(body):
+        packed = [kernel for kernel in layer.kernels.values() if not family_of(kernel).library]
+        layer.use({1: (packed or [FALLBACK])[0]})  # one form is stored
+    guards = network.guards
     try:
-        program = _exported(body, inputs, sizes)
-    except Exception:  # what holds for some sizes may not be provable for all: those of the example are left
-        sizes = tuple((limits[0], *((n, n) for n in x.shape[1:])) for x, limits in zip(inputs, sizes, strict=True))
+        program = _exported(body, inputs, guards.sizes)
+    except Exception:  # a graph may be valid for sizes that torch cannot prove: keep those of the example
+        sizes = tuple(
+            (limits[0], *((n, n) for n in x.shape[1:])) for x, limits in zip(inputs, guards.sizes, strict=True)
+        )
+        guards = Guards(sizes, guards.names, guards.conditions)
         program = _exported(body, inputs, sizes)
     about = {
-        "version": _VERSION,
-        "dtype": _name(fast.dtype),
-        "inputs": [
-            {"dtype": _name(dtype), "shape": list(x.shape)}
-            for dtype, x in zip(fast.input_dtypes, fast.example, strict=True)
-        ],
-        "sizes": sizes,
-        "guards": {"names": fast.guards.names, "conditions": fast.guards.conditions},
-        "device": fast.device.type,
-        "plan": fast.plan.as_json(),
-        "layers": [{"name": layer.name, "ways": layer.ways} for layer in _in_order(fast.body)],
+        "version": VERSION,
+        "dtype": _name(network.dtype),
+        "inputs": [{"dtype": _name(x.dtype), "shape": list(x.shape)} for x in network.example],
+        "guards": {"sizes": guards.sizes, "names": guards.names, "conditions": guards.conditions},
+        "device": network.device.type,
+        "plan": network.plan.as_json(),
+        "layers": [{"name": layer.name, "kernels": layer.kernels} for layer in _in_order(network.body)],
     }
     buffer = io.BytesIO()
     try:
         torch.export.save(program, buffer, extra_files={_ABOUT: json.dumps(about)})
     except Exception as error:  # outputs of types that the format does not know
-        raise EngineError(f"the network cannot be saved, PyTorch's format does not take it: {error}") from error
+        raise EngineError(f"the network cannot be saved in PyTorch's format: {first_line(error)}") from error
     write_atomically(Path(path), buffer.getvalue())
 
 
-def _exported(body: nn.Module, inputs: tuple[torch.Tensor, ...], sizes: Sizes) -> torch.export.ExportedProgram:
-    """The graph as a program, its sizes free where the network's are."""
+def _exported(body: nn.Module, inputs: tuple[Tensor, ...], sizes: Sizes) -> ExportedProgram:
+    """The graph as a program, with free sizes where the network's are free."""
     free = tuple(
         {dim: Dim.AUTO for dim, (least, most) in enumerate(limits) if least != most and dim in (0, 2, 3)}
         for limits in sizes
     )
-    with TRACING, torch.no_grad():
+    for name, tensor in body.named_buffers():
+        if not tensor.is_contiguous():  # the format warns about any other layout; kernels pack them again on loading
+            body.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = tensor.contiguous()
+    with TRACING_LOCK, torch.no_grad():
         return torch.export.export(_Called(body), inputs, dynamic_shapes=(free,), strict=False)
 
 
-def load(path: str | Path, device: str | torch.device | None = None) -> Compiled:
-    """Read a compiled network; on the kind of device it was saved from, unless told otherwise.
-
-    >>> import halve, tempfile, warnings
-    >>> model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU()).eval()
-    >>> images = torch.randn(2, 4, 8, 8)
-    >>> with warnings.catch_warnings(action="ignore"), tempfile.TemporaryDirectory() as folder:
-    ...     fast = halve.compile(model, halve.prune(model), images)
-    ...     fast.save(f"{folder}/net.pt2")
-    ...     again = halve.load_compiled(f"{folder}/net.pt2")
-    >>> torch.equal(again(images), fast(images))
-    True
-    """
+def read(path: str | Path) -> SavedNetwork:
+    """Read a file. Raises `FileError` if it is damaged, too old or too new, or something else."""
     extra = {_ABOUT: ""}
     try:
         content = Path(path).read_bytes()
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:  # PyTorch does not look at the checksums
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:  # PyTorch does not check the checksums
             if (damaged := archive.testzip()) is not None:
-                raise FileError(f"{path} is damaged: {damaged} in it is not what was written")
-        with TRACING, warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The given buffer is not writable")  # PyTorch to itself
+                raise FileError(f"{path} is damaged: the checksum of {damaged} in it is wrong")
+        with TRACING_LOCK, warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The given buffer is not writable")  # PyTorch's own
             program = torch.export.load(io.BytesIO(content), extra_files=extra)
         about = json.loads(extra[_ABOUT])
-        if about["version"] != _VERSION:
-            raise FileError(f"{path}: version {about['version']} of the file is not known, this halve reads {_VERSION}")
-        fast = _built(program, about)
+        if about["version"] != VERSION:
+            older = about["version"] < VERSION
+            advice = "it was saved by an older halve: compile the model again" if older else "upgrade halve"
+            raise FileError(f"{path} has format version {about['version']}, this halve reads {VERSION}: {advice}")
+        return _built(program, about)
     except FileError:
         raise
-    except Exception as error:  # torch raises whatever the bytes lead it to
-        raise FileError(f"{path} is no compiled network of halve: {type(error).__name__}: {error}") from error
-    if device is None:
-        device = about["device"] if about["device"] != "cuda" or torch.cuda.is_available() else "cpu"
-    fast = fast.to(device)
-    if about["device"] == "cuda" and (reason := missing(fast.device, fast.dtype)) is not None and fast.reason is None:
-        fast.fall_back(reason)
-    return fast.warmup(list(fast.plan.batches))
+    except Exception as error:  # torch raises whatever the bytes lead to
+        raise FileError(f"{path} is not a compiled network: {first_line(error)}") from error
 
 
-def _built(program: torch.export.ExportedProgram, about: dict[str, Any]) -> Compiled:
+def _built(program: ExportedProgram, about: dict[str, Any]) -> SavedNetwork:
     module = program.module(check_guards=False)
     module.requires_grad_(False)
     body = GraphModule(module, module.graph).eval()
     for layer, known in zip(lower_(body), about["layers"], strict=True):
         layer.name = known["name"]
-        layer.take({int(pixels): way for pixels, way in known["ways"].items()})
-    example = tuple(torch.zeros(x["shape"], dtype=getattr(torch, x["dtype"])) for x in about["inputs"])
-    fast = Compiled(body, example, getattr(torch, about["dtype"]), {})
-    sizes = tuple(tuple((least, most) for least, most in limits) for limits in about["sizes"])
-    fast.hold_for(sizes, Guards(*(tuple(about["guards"][key]) for key in ("names", "conditions"))))
-    fast.plan = Plan.from_json(about["plan"])
-    return fast
+        layer.use({int(size): Kernel(*kernel) for size, kernel in known["kernels"].items()})
+    sizes, names, conditions = (about["guards"][key] for key in ("sizes", "names", "conditions"))
+    limits = tuple(tuple((least, most) for least, most in one) for one in sizes)
+    return SavedNetwork(
+        body,
+        tuple(torch.zeros(x["shape"], dtype=getattr(torch, x["dtype"])) for x in about["inputs"]),
+        getattr(torch, about["dtype"]),
+        Guards(limits, tuple(names), tuple(conditions)),
+        torch.device(about["device"]),
+        Plan.from_json(about["plan"]),
+    )
 
 
 class _Called(nn.Module):
-    """A graph under a forward of its own: export asks for a signature with names."""
+    """A graph behind a forward with named parameters, which export asks for."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
@@ -149,7 +144,7 @@ class _Called(nn.Module):
 
 
 def _in_order(body: GraphModule) -> list[Layer]:
-    """The layers as they run."""
+    """The layers in the order in which they run."""
     called = [body.get_submodule(str(node.target)) for node in body.graph.nodes if node.op == "call_module"]
     return [module for module in called if isinstance(module, Layer)]
 

@@ -1,21 +1,63 @@
-"""How long something takes on a GPU: several ways side by side, in CUDA graphs, so that starting them costs nothing."""
+"""How long calls take on a device: several side by side, in turns."""
 
 import statistics
+import time
 from collections.abc import Callable, Mapping
 
 import torch
 
-_TARGET_MS, _MOST = 0.3, 40  # how long a graph should run, and how many repetitions it holds at most
+from halve.cuda_graphs import record
+
+_TARGET_MS, _MOST = 0.3, 40  # how long one measurement should take, and how many repetitions it may hold
 
 
-def graph_times(ways: Mapping[str, Callable[[], object]], rounds: int = 5) -> dict[str, float]:
-    """The median milliseconds of each way, taken in turns, so that a change of the clock meets all of them."""
-    graphs = {name: _repeated(call) for name, call in ways.items()}
-    times: dict[str, list[float]] = {name: [] for name in ways}
+def measure(calls: Mapping[str, Callable[[], object]], device: torch.device, rounds: int = 5) -> dict[str, float]:
+    """Median milliseconds of each call. Calls take turns, so that changes of the clock affect all of them alike.
+
+    On a GPU calls run as CUDA graphs, so that launching them costs nothing.
+
+    >>> list(measure({"nothing": lambda: None}, torch.device("cpu")))
+    ['nothing']
+    """
+    timers = {name: (_on_gpu if device.type == "cuda" else _on_cpu)(call, device) for name, call in calls.items()}
+    times: dict[str, list[float]] = {name: [] for name in calls}
     for _ in range(rounds):
-        for name, (graph, repetitions) in graphs.items():
-            times[name].append(elapsed_ms(graph.replay) / repetitions)
+        for name, timer in timers.items():
+            times[name].append(timer())
     return {name: statistics.median(found) for name, found in times.items()}
+
+
+def _on_cpu(call: Callable[[], object], device: torch.device) -> Callable[[], float]:
+    def once(repetitions: int) -> float:
+        started = time.perf_counter()
+        for _ in range(repetitions):
+            call()
+        return 1e3 * (time.perf_counter() - started) / repetitions
+
+    call()
+    repetitions = _repetitions(once(1))
+    return lambda: once(repetitions)
+
+
+def _on_gpu(call: Callable[[], object], device: torch.device) -> Callable[[], float]:
+    def repeated(repetitions: int) -> Callable[[], object]:
+        def run() -> None:
+            for _ in range(repetitions):
+                call()
+
+        return record(run, device)[0].replay
+
+    call()
+    once = repeated(1)
+    elapsed_ms(once)
+    repetitions = _repetitions(min(elapsed_ms(once) for _ in range(3)))
+    replay = once if repetitions == 1 else repeated(repetitions)
+    elapsed_ms(replay)
+    return lambda: elapsed_ms(replay) / repetitions
+
+
+def _repetitions(ms: float) -> int:
+    return max(1, min(_MOST, round(_TARGET_MS / max(ms, 1e-3))))
 
 
 def elapsed_ms(call: Callable[[], object]) -> float:
@@ -26,29 +68,3 @@ def elapsed_ms(call: Callable[[], object]) -> float:
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end))
-
-
-def record(call: Callable[[], object], repetitions: int = 1) -> torch.cuda.CUDAGraph:
-    """The call as a CUDA graph, after it ran on a stream of its own as recording wants it."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=side, capture_error_mode="thread_local"):
-        for _ in range(repetitions):
-            call()
-    return graph
-
-
-def _repeated(call: Callable[[], object]) -> tuple[torch.cuda.CUDAGraph, int]:
-    call()
-    call()
-    once = record(call)
-    elapsed_ms(once.replay)
-    taken = min(elapsed_ms(once.replay) for _ in range(3))
-    repetitions = max(1, min(_MOST, round(_TARGET_MS / max(taken, 1e-3))))
-    graph = once if repetitions == 1 else record(call, repetitions)
-    elapsed_ms(graph.replay)
-    return graph, repetitions

@@ -1,52 +1,61 @@
-"""What was timed before, per GPU: a JSON file beside the compiled kernels. Losing it costs time, nothing else."""
+"""What was timed before on this machine: a JSON file beside the compiled kernels. Losing it only costs time."""
 
 import functools
 import hashlib
 import json
 import os
+import platform
 import re
-from importlib import resources
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 import torch
+from torch import Tensor
+from torch.fx import GraphModule
 
 from halve.engine.kernels.cuda import jit
+from halve.engine.kernels.kernel import Kernel
+from halve.engine.kernels.registry import family_of
+from halve.engine.layer import Layer
 from halve.errors import FileError
 from halve.masks.storage import write_atomically
 
 
-class Memory:
-    """Times in milliseconds of the ways of one layer, by a key that holds all that decides them.
+class TimingCache:
+    """Milliseconds by key and name. A key describes everything that decides the times except the code that ran.
 
-    >>> memory = Memory(None)
-    >>> memory.remember("a layer", {"torch": 0.1})
-    >>> memory.recall("a layer", ["torch"])
-    {'torch': 0.1}
-    >>> memory.recall("a layer", ["torch", "gemm"]) is None
+    >>> cache = TimingCache(None)
+    >>> cache.put("a layer", {"dense torch": 0.1})
+    >>> cache.get("a layer", ["dense torch"])
+    {'dense torch': 0.1}
+    >>> cache.get("a layer", ["dense torch", "dense gemm"]) is None
     True
     """
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self.known: dict[str, dict[str, float]] = _read(path)
+        self._changed = False
 
     @classmethod
-    def of(cls, device: torch.device) -> "Memory":
-        """Of a GPU: of its name, the driver's libraries and our kernels."""
-        name = re.sub(r"\W+", "-", torch.cuda.get_device_name(device)).strip("-")
-        return cls(jit.folder() / f"timings-{name}-{_versions()}.json")
+    def of(cls, device: torch.device) -> "TimingCache":
+        """The cache of a device, with the libraries that are installed."""
+        model = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
+        name = re.sub(r"\W+", "-", model).strip("-")
+        return cls(jit.folder() / f"timings-{name}-{_libraries()}.json")
 
-    def recall(self, key: str, ways: list[str]) -> dict[str, float] | None:
-        """The times of all these ways, or None."""
-        found = self.known.get(key, {})
-        return {way: found[way] for way in ways} if all(way in found for way in ways) else None
+    def get(self, key: str, names: Iterable[str]) -> dict[str, float] | None:
+        """The times of all these names, or None if one is missing."""
+        wanted, found = list(names), self.known.get(key, {})
+        return {name: found[name] for name in wanted} if all(name in found for name in wanted) else None
 
-    def remember(self, key: str, times: dict[str, float]) -> None:
+    def put(self, key: str, times: Mapping[str, float]) -> None:
         self.known[key] = {**self.known.get(key, {}), **times}
+        self._changed = True
 
     def save(self) -> None:
-        """Add to what others wrote in the meantime. A disk that cannot be written to is none of the user's worries."""
-        if self.path is None:
+        """Merge with what other processes wrote meanwhile. Failing to write is no error."""
+        if self.path is None or not self._changed:
             return
         self.known = {**_read(self.path), **self.known}
         try:
@@ -56,19 +65,45 @@ class Memory:
             return
 
 
+def kernel_id(kernel: Kernel) -> str:
+    """A kernel with the version of its family: a changed source or list of variants is timed again."""
+    return f"{kernel} {family_of(kernel).version}"
+
+
+def layer_key(layer: Layer, inputs: list[Tensor]) -> str:
+    """Everything but the kernel that decides how long a layer takes."""
+    shapes = [(tuple(x.shape), str(x.dtype)) for x in inputs]
+    return f"{layer.operation.to_json()} {layer.dtype} {'2:4' if layer.is_2_4 else 'dense'} {shapes}"
+
+
+def network_key(body: torch.nn.Module, inputs: tuple[Tensor, ...]) -> str | None:
+    """Everything but the kernels that decides how long a network takes; None if it runs code outside of its graph."""
+    if not isinstance(body, GraphModule):
+        return None
+    lines = [str((tuple(x.shape), x.dtype, x.stride())) for x in inputs]
+    for node in body.graph.nodes:
+        lines.append(node.format_node() or str(node.args))
+        if node.op == "call_module":
+            layer = body.get_submodule(str(node.target))
+            lines.append(f"{layer.operation.to_json()} {layer.piece}" if isinstance(layer, Layer) else repr(layer))
+    return f"network {hashlib.sha256(chr(10).join(lines).encode()).hexdigest()}"
+
+
 @functools.cache
-def _versions() -> str:
-    source = resources.files("halve.engine.kernels.mma_sp").joinpath("conv.cu").read_text()
-    parts = (source, torch.__version__, str(torch.version.cuda), str(torch.backends.cudnn.version()))
-    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
+def _libraries() -> str:
+    return jit.digest(torch.__version__, str(torch.version.cuda), str(torch.backends.cudnn.version()))
+
+
+def _processor() -> str:
+    return f"{platform.processor() or platform.machine()}-{torch.get_num_threads()}-threads"
 
 
 def _read(path: Path | None) -> dict[str, dict[str, float]]:
-    """What a file holds; nothing where it is missing, torn or something else."""
+    """The content of a file; nothing if it is missing, torn or something else."""
     if path is None or not os.path.exists(path):
         return {}
     try:
         found = json.loads(path.read_text())
-        return {str(key): {str(way): float(time) for way, time in times.items()} for key, times in found.items()}
+        return {str(key): {str(name): float(time) for name, time in times.items()} for key, times in found.items()}
     except (OSError, ValueError, AttributeError, TypeError):
         return {}

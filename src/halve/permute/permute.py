@@ -226,7 +226,7 @@ def _why(choice: Choice, spans: Spans | None, captured: Captured) -> str:
     if layout.groups > 1:
         return "it is a grouped convolution"
     if spans is None:
-        return captured.left.get(choice.name, "its weight is computed, or not in the captured graph")
+        return captured.uncaptured.get(choice.name, "its weight is computed, or not in the captured graph")
     if all(span.axis.pinned for span in spans):
         return next(str(span.axis.pinned) for span in spans)
     if any(span.repeat > 1 for span in spans):

@@ -14,7 +14,7 @@ from typing import Any
 import torch.fx
 from torch import nn
 
-from halve.graph import TRACING
+from halve.graph import TRACING_LOCK
 from halve.modules import clone, kind_of
 
 _RESHAPING = "flatten view reshape squeeze unsqueeze permute transpose contiguous float mean sum"
@@ -32,7 +32,7 @@ def find_heads(model: nn.Module) -> set[str]:
     """
     copy = clone(model).eval()
     try:
-        with TRACING, warnings.catch_warnings():
+        with TRACING_LOCK, warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the model's own forward, which the user has seen before
             graph = _Tracer().trace(copy)
     except Exception:  # tracing runs the model's own Python on stand-ins, which may raise anything

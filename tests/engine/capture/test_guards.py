@@ -1,7 +1,9 @@
+import pickle
+
 import pytest
 import torch
 
-from halve.engine.capture.guards import Guards, misfit
+from halve.engine.capture.guards import Guards
 from tests.tiny import images
 
 
@@ -17,13 +19,16 @@ from tests.tiny import images
     ],
 )
 def test_conditions_are_read_and_never_run(condition, holds):
-    assert (Guards(("x",), (condition,)).broken((images(2),)) is None) == holds
+    assert (Guards((), ("x",), (condition,)).broken((images(2),)) is None) == holds
 
 
 def test_several_inputs_are_named_and_the_rest_is_taken_by_a_star():
-    guards = Guards(("x", "*rest"), ("L['x'].size()[0] == L['rest'][1].size()[0]",))
+    guards = Guards((), ("x", "*rest"), ("L['x'].size()[0] == L['rest'][1].size()[0]",))
     assert guards.broken((torch.zeros(2), torch.zeros(5), torch.zeros(2))) is None
     assert guards.broken((torch.zeros(2), torch.zeros(2), torch.zeros(5))) is not None
+
+
+LIMITS = Guards((((2, None), (4, 4)),), ("x",), ())
 
 
 @pytest.mark.parametrize(
@@ -31,11 +36,18 @@ def test_several_inputs_are_named_and_the_rest_is_taken_by_a_star():
     [((3, 4), True), ((2, 4), True), ((1, 4), False), ((3, 5), False), ((3, 4, 1), False), ((3,), False)],
 )
 def test_sizes_lie_between_limits(shape, fits):
-    assert (misfit(torch.zeros(shape), ((2, None), (4, 4))) is None) == fits
+    assert LIMITS.broken((torch.zeros(shape),)) == (None if fits else "(2 or more, 4)")
 
 
-def test_what_was_captured_is_told():
-    assert (
-        misfit(torch.zeros(1, 5), ((2, None), (4, 4)))
-        == "shape (1, 5) where the network was captured for (2 or more, 4)"
-    )
+def test_several_images_can_be_asked_for():
+    guards = Guards((((0, None), (3, 3)), ((7, 7),)), ("x", "y"), ())
+    assert guards.several_images().sizes == (((2, None), (3, 3)), ((7, 7),))
+
+
+def test_guards_are_copied():
+    assert pickle.loads(pickle.dumps(LIMITS)) == LIMITS
+
+
+@pytest.mark.parametrize("condition", ["f(L['x']) == 1", "no condition at all", "L['x'].size()[9] == 1"])
+def test_a_condition_that_cannot_be_read_never_holds(condition):
+    assert Guards((), ("x",), (condition,)).broken((images(2),)) is not None

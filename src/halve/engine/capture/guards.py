@@ -1,17 +1,18 @@
-"""Which sizes of its inputs a captured graph holds for: conditions that torch.export noted as text, kept as text.
+"""Which inputs a captured graph is valid for: limits on sizes, and the guards that torch.export wrote down as text.
 
-They are looked at as expressions of sizes and whole numbers and never run as code.
+Guards are parsed as expressions of sizes and integers; they are never run as code.
 """
 
 import ast
 import inspect
 import operator
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
-from torch.export import ExportedProgram
+
+from halve.graph import Part, Sizes
 
 _OPERATIONS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -26,58 +27,65 @@ _OPERATIONS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }
-_TOLD_AS = "_guards_code"  # an attribute of exported programs
-_LONGEST = 200  # of a condition, when it is shown
+_LONGEST = 200  # characters of a condition in a message
 _FUNCTIONS: dict[str, Callable[..., int]] = {"max": max, "Max": max, "sym_max": max, "min": min, "sym_min": min}
 
-
-Reading = Callable[[Mapping[str, Any]], Any]  # of arguments by name
+Expression = Callable[[Mapping[str, Any]], Any]  # of arguments by name
 
 
 @dataclass(frozen=True)
 class Guards:
-    """`names` are the parameters that inputs are passed for; one that begins with * takes all that are left.
+    """What holds of the inputs of a captured graph.
+
+    `sizes` are limits for each input; `names` are the parameters that inputs are passed for, with a * before one that
+    takes all that are left; `conditions` are guards on sizes.
 
     >>> import torch
-    >>> guards = Guards(("x",), ("L['x'].size()[2] % 2 == 0",))
-    >>> guards.broken((torch.zeros(1, 3, 8, 8),)), guards.broken((torch.zeros(1, 3, 7, 8),))
+    >>> guards = Guards((((0, None), (3, 3), (0, None)),), ("x",), ("L['x'].size()[2] % 2 == 0",))
+    >>> guards.broken((torch.zeros(1, 3, 8),)), guards.broken((torch.zeros(1, 3, 7),))
     (None, 'x.size()[2] % 2 == 0')
+    >>> guards.broken((torch.zeros(1, 4, 8),))
+    '(N, 3, any)'
     """
 
+    sizes: Sizes
     names: tuple[str, ...]
     conditions: tuple[str, ...]
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "_readings", tuple(_read(condition) for condition in self.conditions))
+        object.__setattr__(self, "_parsed", tuple(_read(condition) for condition in self.conditions))
 
     def __reduce__(self) -> Any:
-        return Guards, (self.names, self.conditions)
+        return Guards, (self.sizes, self.names, self.conditions)
 
     @classmethod
-    def of(cls, program: ExportedProgram, forward: Callable[..., Any]) -> "Guards":
-        """What an exported program, whose `forward` that was, holds for."""
+    def of(cls, part: Part, forward: Callable[..., Any]) -> "Guards":
+        """The guards of a captured part, whose module has this `forward`."""
         parameters = inspect.signature(forward).parameters.values()
         names = tuple(f"*{p.name}" if p.kind is p.VAR_POSITIONAL else p.name for p in parameters)
-        return cls(names, tuple(getattr(program, _TOLD_AS, ())))
+        return cls(part.sizes(), names, part.conditions)
 
-    @staticmethod
-    def told(program: ExportedProgram) -> bool:
-        """Whether this version of torch.export says what its programs hold for."""
-        return hasattr(program, _TOLD_AS)
+    def several_images(self) -> "Guards":
+        """The same for batches of two images or more."""
+        sizes = tuple(((max(2, x[0][0]), x[0][1]), *x[1:]) if x and x[0][1] is None else x for x in self.sizes)
+        return Guards(sizes, self.names, self.conditions)
 
     def broken(self, inputs: tuple[Any, ...]) -> str | None:
-        """The first condition that these inputs do not meet, or that cannot be understood; None where all hold."""
+        """The first guard that these positional inputs break; None if all hold."""
         given: dict[str, Any] = {}
         for index, name in enumerate(self.names[: max(len(inputs), 1)]):
             given[name.lstrip("*")] = inputs[index:] if name.startswith("*") else inputs[index]
-        return self.unmet(given)
+        return self.broken_by(tuple(x for x in inputs if isinstance(x, Tensor)), given)
 
-    def unmet(self, given: Mapping[str, Any]) -> str | None:
-        """As `broken`, of arguments by name."""
-        readings: tuple[Reading, ...] = self._readings  # type: ignore[attr-defined]
-        for condition, reading in zip(self.conditions, readings, strict=True):
+    def broken_by(self, tensors: tuple[Tensor, ...], arguments: Mapping[str, Any]) -> str | None:
+        """The same for the tensors among the inputs, and all arguments by name."""
+        for x, limits in zip(tensors, self.sizes, strict=False):
+            if not _within(x, limits):
+                return f"({', '.join(_shown(d, least, most) for d, (least, most) in enumerate(limits))})"
+        parsed: tuple[Expression, ...] = self._parsed  # type: ignore[attr-defined]
+        for condition, expression in zip(self.conditions, parsed, strict=True):
             try:
-                holds = bool(reading(given))
+                holds = bool(expression(arguments))
             except (KeyError, TypeError, IndexError, ZeroDivisionError):
                 holds = False
             if not holds:
@@ -85,83 +93,58 @@ class Guards:
                 return text if len(text) <= _LONGEST else f"{text[:_LONGEST]}..."
         return None
 
-    def without(self, conditions: Collection[str]) -> "Guards":
-        return Guards(self.names, tuple(condition for condition in self.conditions if condition not in conditions))
 
-
-def set_apart(condition: str) -> Reading | None:
-    """What a condition says is not 1; None where it says something else, or speaks of remainders, which come and go.
-
-    >>> import torch
-    >>> set_apart("L['x'].size()[0] // 2 != 1")({"x": torch.zeros(6)})
-    3
-    """
-    try:
-        body = ast.parse(condition, mode="eval").body
-        match body:
-            case ast.Compare(left=left, ops=[ast.NotEq()], comparators=[ast.Constant(value=1)]):
-                return None if any(isinstance(node, ast.Mod) for node in ast.walk(left)) else _reading(left)
-    except (SyntaxError, ValueError):  # not understood
-        return None
-    return None
-
-
-def misfit(x: Tensor, limits: tuple[tuple[int, int | None], ...]) -> str | None:
-    """Why a graph that holds for sizes from, to (None: no end) does not hold for a tensor; None where it does.
-
-    >>> import torch
-    >>> misfit(torch.zeros(2, 3), ((0, None), (3, 3))), misfit(torch.zeros(2, 4), ((0, None), (3, 3)))
-    (None, 'shape (2, 4) where the network was captured for (any, 3)')
-    """
+def _within(x: Tensor, limits: tuple[tuple[int, int | None], ...]) -> bool:
     pairs = zip(x.shape, limits, strict=False)
-    if len(limits) == x.dim() and all(
+    return len(limits) == x.dim() and all(
         least <= size and (most is None or size <= most) for size, (least, most) in pairs
-    ):
-        return None
-    wanted = ", ".join(
-        str(most) if most is not None else f"{least} or more" if least else "any" for least, most in limits
     )
-    return f"shape {tuple(x.shape)} where the network was captured for ({wanted})"
 
 
-def _read(condition: str) -> Reading:
-    """A condition that cannot be understood holds for nothing."""
+def _shown(dim: int, least: int, most: int | None) -> str:
+    if most is not None:
+        return str(most)
+    return f"{least} or more" if least else "any" if dim else "N"
+
+
+def _read(condition: str) -> Expression:
+    """A condition that cannot be parsed never holds."""
     try:
-        return _reading(ast.parse(condition, mode="eval").body)
+        return _expression(ast.parse(condition, mode="eval").body)
     except (SyntaxError, ValueError):
         return lambda given: False
 
 
-def _reading(node: ast.AST) -> Reading:
-    """An expression as functions in functions, which torch.compile can follow as well."""
+def _expression(node: ast.AST) -> Expression:
+    """An expression as nested functions, which torch.compile can trace."""
     match node:
         case ast.Constant(value=int() | str() as value):
             return lambda given: value
         case ast.Name(id="L"):
             return lambda given: given
         case ast.UnaryOp(op=ast.USub() | ast.Not() as sign, operand=operand):
-            inner = _reading(operand)
+            inner = _expression(operand)
             return (lambda given: -inner(given)) if isinstance(sign, ast.USub) else (lambda given: not inner(given))
         case (
             ast.BinOp(left=left, op=operation, right=right)
             | ast.Compare(left=left, ops=[operation], comparators=[right])
         ) if type(operation) in _OPERATIONS:
-            apply, first, second = _OPERATIONS[type(operation)], _reading(left), _reading(right)
+            apply, first, second = _OPERATIONS[type(operation)], _expression(left), _expression(right)
             return lambda given: apply(first(given), second(given))
         case ast.Subscript(value=container, slice=index):
-            whole, place = _reading(container), _reading(index)
+            whole, place = _expression(container), _expression(index)
             return lambda given: whole(given)[place(given)]
         case ast.Call(func=ast.Attribute(value=of, attr="size"), args=[]):
-            tensor = _reading(of)
+            tensor = _expression(of)
             return lambda given: _size(tensor(given))
         case ast.BoolOp(op=ast.And() | ast.Or() as joint, values=values):
-            parts = [_reading(value) for value in values]
+            parts = [_expression(value) for value in values]
             every = isinstance(joint, ast.And)
             return lambda given: (all if every else any)(part(given) for part in parts)
         case ast.Call(
             func=ast.Name(id=name) | ast.Attribute(value=ast.Name(id="torch"), attr=name), args=arguments
         ) if name in _FUNCTIONS:
-            function, among = _FUNCTIONS[name], [_reading(argument) for argument in arguments]
+            function, among = _FUNCTIONS[name], [_expression(argument) for argument in arguments]
             return lambda given: function(*(one(given) for one in among))
     raise ValueError(f"unknown expression {ast.dump(node)[:80]}")
 

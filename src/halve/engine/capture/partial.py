@@ -1,100 +1,143 @@
-"""A part of a network that was captured by itself, beside the module that it was captured from.
+"""A network that cannot be captured as one graph, compiled in its largest captured modules.
 
-The network's own code calls it, as it likes: several times, with other arguments than the first time, or reaching for
-what is inside of it. The graph runs the calls that it holds for, the module all others.
+The network's own code calls them, several times and with other arguments if it likes. A captured module runs its graph
+in the calls that the graph is valid for, and the original module in all others.
 """
 
 import inspect
+from collections.abc import Mapping
 from typing import Any
 
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
-from halve.engine.capture.equivalence import agree, tried
-from halve.engine.capture.guards import Guards, misfit
+from halve.engine.capture.equivalence import agree
+from halve.engine.capture.guards import Guards
+from halve.engine.capture.purity import impurity
+from halve.engine.fuse import fuse
 from halve.engine.recorded import shapes_of
+from halve.errors import first_line
 from halve.graph import Part
 
 _MOST_SHAPES = 4096  # that are remembered
-_OWN = (
-    "graph",
-    "module",
-    "sizes",
-    "guards",
-    "structure",
-    "constants",
-    "other",
-    "on_trial",
-    "refused",
-    "_known",
-    "training",
-)
 
 
 class CapturedPart(nn.Module):
-    """`other` says what was different in calls that the graph did not hold for, the last of them.
+    """A module of the network with its graph. `eager_calls` says what was different about calls that ran eagerly."""
 
-    On trial, calls run the module as well; where the graph gives something else it is `refused`. Code may have set the
-    module up otherwise for the call, in a way that no argument shows.
-    """
-
-    def __init__(self, part: Part, graph: nn.Module, module: nn.Module) -> None:
+    def __init__(self, part: Part, graph: GraphModule, module: nn.Module) -> None:
         super().__init__()
         self.graph, self.module = graph, module
-        args, kwargs = part.program.example_inputs
-        guards = Guards.of(part.program, module.forward)
-        self.sizes, self.guards = tried(graph, module, part.sizes(), guards, args, kwargs)
+        self.guards = Guards.of(part, module.forward)
         leaves, self.structure = pytree.tree_flatten(part.program.example_inputs)
         self.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        self.other: str | None = None
-        self.on_trial = self.refused = False
-        self._known: dict[Any, str | None] = {}  # what was found of shapes
+        self.eager_calls: str | None = None
+        self._known: dict[Any, str | None] = {}  # by shapes
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if (why := self._unfit(args, kwargs)) is not None:
-            self.other = why
-            return self.module(*args, **kwargs)
-        if self.on_trial:
-            self.refused |= not agree(self.graph, self.module, args, kwargs)
+        if (why := self.misfit(args, kwargs)) is not None:
+            self.eager_calls = why
             return self.module(*args, **kwargs)
         return self.graph(*args, **kwargs)
 
-    def _unfit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    def only_several_images(self) -> None:
+        """Run the module for single images from now on."""
+        self.guards, self._known = self.guards.several_images(), {}
+
+    def misfit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+        """Why the graph is not valid for a call; None if it is."""
         leaves, structure = pytree.tree_flatten((args, kwargs))
         if structure != self.structure:
             return "other arguments"
         for leaf, constant in zip(leaves, self.constants, strict=True):
             if not isinstance(leaf, Tensor) and (type(leaf) is not type(constant) or leaf != constant):
-                return f"{leaf!r} for {constant!r}"
+                return f"{leaf!r} instead of {constant!r}"
         tensors = tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
-        known, shapes = self._known, shapes_of(tensors)
-        if shapes in known:
-            return known[shapes]
-        given = inspect.signature(self.module.forward).bind(*args, **kwargs).arguments
-        why = self._of_other_shapes(tensors) or self.guards.unmet(given)
-        self._known = {**(known if len(known) < _MOST_SHAPES else {}), shapes: why}  # anew: others may be reading
-        return why
-
-    def _of_other_shapes(self, tensors: tuple[Tensor, ...]) -> str | None:
-        if len(tensors) != len(self.sizes):
+        if len(tensors) != len(self.guards.sizes):
             return "other arguments"
-        return next((why for x, limits in zip(tensors, self.sizes, strict=True) if (why := misfit(x, limits))), None)
+        known, shapes = self._known, shapes_of(tensors)
+        if shapes not in known:
+            arguments = inspect.signature(self.module.forward).bind(*args, **kwargs).arguments
+            broken = self.guards.broken_by(tensors, arguments)
+            why = None if broken is None else f"inputs that are not {broken}"
+            known = {**(known if len(known) < _MOST_SHAPES else {}), shapes: why}
+            self._known = known  # replaced, not changed: other threads may read it
+        return known[shapes]
 
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            return getattr(super().__getattr__("module"), name)
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        module = self.__dict__.get("_modules", {}).get("module")
-        if module is None or name in _OWN or not hasattr(module, name):
-            super().__setattr__(name, value)
+def captured_parts(
+    model: nn.Module, parts: tuple[Part, ...], inputs: tuple[Any, ...]
+) -> tuple[dict[str, CapturedPart], dict[str, str]]:
+    """The parts that compute what their modules compute in one run of the model, and why the others do not.
+
+    Every call in that run is compared: code may set a module up differently for a call, in a way no argument shows.
+    """
+    found: dict[str, CapturedPart] = {}
+    refused: dict[str, str] = {}
+    for part in parts:
+        if (why := impurity(part)) is not None:
+            refused[part.name] = f"falls back to eager: {why}"
         else:
-            setattr(module, name, value)  # a setting of the module, made by code that does not know of its graph
+            found[part.name] = CapturedPart(part, fuse(part), model.get_submodule(part.name))
+    comparing = False
 
-    def __getitem__(self, index: Any) -> Any:
-        return self.module[index]  # type: ignore[index]
+    def compare(name: str) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> None:
+            nonlocal comparing
+            captured = found[name]
+            if comparing or name in refused or captured.misfit(args, kwargs) is not None:
+                return
+            comparing = True  # `agree` runs the module again
+            try:
+                single = _single_image(args, kwargs)
+                if captured.misfit(*single) is None and not agree(captured.graph, module, *single):
+                    captured.only_several_images()
+                if captured.misfit(args, kwargs) is None and not agree(captured.graph, module, args, kwargs):
+                    refused[name] = "falls back to eager: its graph computes something else in this network"
+            finally:
+                comparing = False
 
-    def __len__(self) -> int:
-        return len(self.module)  # type: ignore[arg-type]
+        return hook
+
+    handles = [
+        module.register_forward_hook(compare(name), with_kwargs=True)
+        for name, module in model.named_modules()
+        if name in found
+    ]
+    try:
+        model(*(x.clone() if isinstance(x, Tensor) else x for x in inputs))
+    finally:
+        for handle in handles:
+            handle.remove()
+    taken = {name: part for name, part in found.items() if name not in refused}
+    if (why := _runs_around(model, taken, inputs)) is not None:
+        why = f"falls back to eager: the code around it reads attributes ({why})"
+        return {}, {**refused, **dict.fromkeys(taken, why)}
+    return taken, refused
+
+
+def _runs_around(model: nn.Module, parts: Mapping[str, CapturedPart], inputs: tuple[Any, ...]) -> str | None:
+    """Why the model's code does not run with its captured parts; None if it does."""
+    replace_parts_(model, parts)
+    try:
+        model(*(x.clone() if isinstance(x, Tensor) else x for x in inputs))
+    except Exception as error:  # the model's own code
+        return first_line(error)
+    finally:
+        for name, part in parts.items():
+            model.set_submodule(name, part.module)
+            part.eager_calls = None
+    return None
+
+
+def _single_image(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    single: tuple[tuple[Any, ...], dict[str, Any]]
+    single = pytree.tree_map_only(Tensor, lambda x: x[:1] if x.dim() else x, (args, kwargs))
+    return single
+
+
+def replace_parts_(model: nn.Module, parts: Mapping[str, CapturedPart]) -> None:
+    """Put the captured parts in the place of their modules."""
+    for name, part in parts.items():
+        model.set_submodule(name, part)

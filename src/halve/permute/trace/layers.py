@@ -70,11 +70,12 @@ def _computed(values: Values, node: Node, dim: int, read: Spans) -> Spans:
     return fresh(sizes(node)[dim], "the weight that makes it is computed")
 
 
-def batch_norm(values: Values, node: Node) -> Label:
+def batch_norm(values: Values, node: Node) -> Label | list[Label]:
     spans = values.spans(node.args[0], 1, UNKNOWN)
     for tensor in node.args[1:5]:
         values.meet(tensor, 0, spans)
-    return Label(1, spans)
+    label = Label(1, spans)
+    return [label] if isinstance(node.meta.get("val"), tuple | list) else label  # without its saved statistics
 
 
 def layer_norm(values: Values, node: Node) -> Label | None:
@@ -108,6 +109,7 @@ RULES: dict[str, Rule] = {
     "conv_transpose2d": transposed,
     "conv_transpose3d": transposed,
     "linear": linear,
+    "_native_batch_norm_legit_no_training": batch_norm,
     "batch_norm": batch_norm,
     "instance_norm": batch_norm,
     "layer_norm": layer_norm,

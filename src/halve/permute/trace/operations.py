@@ -12,8 +12,8 @@ from halve.permute.trace.axes import Span, cut, fresh, pin, resolved, tie, width
 from halve.permute.trace.layers import Rule
 from halve.permute.trace.values import Label, Values, argument, dimension, sizes
 
-_POINTWISE = """abs add addcmul alias celu clamp clamp_max clamp_min clone contiguous cos detach div dropout elu erf exp
-feature_dropout gelu hardsigmoid hardswish hardtanh leaky_relu lift_fresh_copy log log_softmax logaddexp maximum minimum
+_POINTWISE = """_to_copy abs add addcmul alias celu clamp clamp_max clamp_min clone contiguous cos detach div elu erf
+exp gelu hardsigmoid hardswish hardtanh leaky_relu lift_fresh_copy log log_softmax logaddexp maximum minimum
 mish mul neg ones_like pow prelu reciprocal relu relu6 rsqrt rsub selu sigmoid silu sin softmax softplus sqrt square sub
 tanh to true_divide type_as where zeros_like"""  # softmax is not pointwise, but the same in any order
 _REDUCING = "amax amin linalg_vector_norm mean std sum var"

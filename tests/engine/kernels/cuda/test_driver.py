@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from halve.engine import compiled
 from halve.engine.kernels.cuda import driver, jit
+from halve.engine.kernels.registry import no_sparse_kernels
 
 GPU = torch.device("cuda", 0)
 
@@ -20,19 +20,19 @@ def ampere(turing, monkeypatch):
 
 
 def test_a_device_without_sparse_tensor_cores_has_a_reason(turing):
-    assert driver.missing(torch.device("cpu")) == "the sparse kernels are for NVIDIA GPUs, and this is cpu"
-    assert driver.missing(GPU) == "an older GPU has compute capability 7.5; sparse tensor cores begin with 8.0"
+    assert driver.unavailable(torch.device("cpu")) == "sparse tensor cores need an NVIDIA GPU, got cpu"
+    assert driver.unavailable(GPU) == "an older GPU has compute capability 7.5; sparse tensor cores need 8.0 or newer"
 
 
 def test_a_pytorch_for_other_gpus_has_a_reason(ampere, monkeypatch):
-    assert driver.missing(GPU) is None
+    assert driver.unavailable(GPU) is None
     monkeypatch.setattr(torch.version, "cuda", None)
-    assert "not built for NVIDIA GPUs" in driver.missing(GPU)
+    assert "built without CUDA" in driver.unavailable(GPU)
 
 
 def test_another_type_or_no_compiler_is_a_reason(ampere, monkeypatch):
-    monkeypatch.setattr(jit, "available", lambda: "no NVRTC was found")
-    assert "not torch.float32: pass dtype=torch.float16" in compiled.missing(GPU, torch.float32)
-    assert compiled.missing(GPU, torch.float16) == "no NVRTC was found"
-    monkeypatch.setattr(jit, "available", lambda: None)
-    assert compiled.missing(GPU, torch.bfloat16) is None
+    monkeypatch.setattr(jit, "unavailable", lambda: "no NVRTC was found")
+    assert "not torch.float32: pass dtype=torch.float16" in no_sparse_kernels(GPU, torch.float32)
+    assert no_sparse_kernels(GPU, torch.float16) == "no NVRTC was found"
+    monkeypatch.setattr(jit, "unavailable", lambda: None)
+    assert no_sparse_kernels(GPU, torch.bfloat16) is None

@@ -6,7 +6,7 @@ import pytest
 from halve.engine.kernels.cuda import jit
 from halve.errors import EngineError
 
-pytestmark = pytest.mark.skipif(jit.available() is not None, reason=str(jit.available()))
+pytestmark = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_120")
 
 # One 16x8x32 sparse product: the instruction that the engine's first kernel is built on
@@ -102,11 +102,11 @@ def test_without_a_compiler_there_is_a_reason(monkeypatch):
     jit._library.cache_clear()
     monkeypatch.setattr(jit.ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
     try:
-        assert "no NVRTC" in jit.available()
+        assert "no NVRTC" in jit.unavailable()
         with pytest.raises(EngineError, match="no NVRTC"):
             jit.cubin(NOTHING, "sm_80")
     finally:
         monkeypatch.undo()
         jit._library.cache_clear()
-    assert jit.available() is None
+    assert jit.unavailable() is None
     assert jit.version() >= (12, 0)

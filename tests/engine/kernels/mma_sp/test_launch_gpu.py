@@ -2,25 +2,26 @@
 
 import itertools
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 import torchvision
 
-from halve.engine import ops
-from halve.engine.geometry import Geometry
 from halve.engine.kernels.cuda import driver
 from halve.engine.kernels.mma_sp import launch as conv
+from halve.engine.kernels.mma_sp.family import MmaDense, MmaSparse
 from halve.engine.kernels.mma_sp.launch import TILES
-from halve.engine.kernels.mma_sp.packing import pack, pack_dense
+from halve.engine.kernels.mma_sp.packing import pack
+from halve.engine.operations import ACTIVATIONS, Convolution, Linear
 from halve.errors import EngineError
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or driver.missing(torch.device("cuda")) is not None,
-        reason="needs a GPU from 8.0 on",
+        not torch.cuda.is_available() or driver.unavailable(torch.device("cuda")) is not None,
+        reason="needs a GPU with compute capability 8.0 or newer",
     ),
 ]
 TOLERANCE = {torch.float16: 2e-3, torch.bfloat16: 1e-2}
@@ -55,19 +56,20 @@ def poison(x, geometry):
 
 
 def run(x, weight, b, r, geometry, tile, *, sparse):
-    packed = pack(weight, weight != 0) if sparse else (pack_dense(weight), None)
+    family = MmaSparse() if sparse else MmaDense()
+    packed = family.pack(geometry, {"weight": weight} if b is None else {"weight": weight, "bias": b})
+    inputs = [family.reads.of(tensor) if tensor.dim() == 4 else tensor for tensor in (x, r) if tensor is not None]
     poison(x, geometry)
-    layer = (geometry.stride, geometry.padding, geometry.dilation, geometry.activation, tile)
-    return ops.packed_conv2d(x, packed[0], packed[1], b, r, list(geometry.weight_shape), *layer)
+    return family.run(inputs, packed, geometry, tile)
 
 
 def difference(y, x, weight, b, r, geometry):
     """The largest |y - reference| over conv(|x|, |w|) + |b| + |r|."""
-    layer = (geometry.stride, geometry.padding, geometry.dilation)
-    b, r = b if b is None else b.double(), r if r is None else r.double()
-    reference = ops.finished(F.conv2d(x.double(), weight.double(), b, *layer), r, geometry.activation)
-    scale = F.conv2d(x.double().abs(), weight.double().abs(), b if b is None else b.abs(), *layer)
-    scale = scale if r is None else scale + r.abs()
+    inputs = [tensor.double() for tensor in (x, r) if tensor is not None]
+    tensors = {name: tensor.double() for name, tensor in (("weight", weight), ("bias", b)) if tensor is not None}
+    reference = geometry.reference(inputs, tensors)
+    sizes = [tensor.abs() for tensor in inputs], {name: tensor.abs() for name, tensor in tensors.items()}
+    scale = replace(geometry, activation="none").reference(*sizes)
     assert y.shape == reference.shape
     error = (y.double() - reference).abs()
     assert not error.isnan().any()
@@ -81,10 +83,10 @@ def layers_of(network):
     def note(module, args, _):
         if isinstance(module, torch.nn.Linear):
             rows = args[0].reshape(-1, args[0].shape[-1])
-            found[Geometry(module.out_features, module.in_features), len(rows), 1] = None
+            found[Convolution(module.out_features, module.in_features), len(rows), 1] = None
         elif module.groups == 1 and module.in_channels % 4 == 0:
             sizes = (module.kernel_size, module.stride, module.padding, module.dilation)
-            found[Geometry(module.out_channels, module.in_channels, *sizes), *args[0].shape[2:]] = None
+            found[Convolution(module.out_channels, module.in_channels, *sizes), *args[0].shape[2:]] = None
 
     for module in model.modules():
         if isinstance(module, torch.nn.Conv2d | torch.nn.Linear):
@@ -120,11 +122,11 @@ ODD = [
 ]
 
 
-@pytest.mark.parametrize("activation", ops.ACTIVATIONS)
+@pytest.mark.parametrize("activation", ACTIVATIONS)
 def test_odd_shapes(activation):
     wrong, tried = [], 0
     for number, (rows, channels, kernel, *sizes, images, height, width) in enumerate(ODD):
-        geometry = Geometry(rows, channels, kernel, *sizes, activation=activation)
+        geometry = Convolution(rows, channels, kernel, *sizes, activation=activation)
         if min(geometry.out_size(height, width)) < 1:
             continue
         for tile, dtype in itertools.product(TILES, TOLERANCE):
@@ -140,7 +142,7 @@ def test_odd_shapes(activation):
 
 @pytest.mark.parametrize("tile", TILES)
 def test_repeated_runs_are_equal_to_the_bit(tile):
-    geometry = Geometry(256, 256, (3, 3), padding=(1, 1), activation="relu")
+    geometry = Convolution(256, 256, (3, 3), padding=(1, 1), activation="relu")
     x, weight, b, r = problem(geometry, 4, 14, 14, torch.float16, bias=True, residual=True)
     first = run(x, weight, b, r, geometry, tile, sparse=True)
     for _ in range(10):
@@ -148,7 +150,7 @@ def test_repeated_runs_are_equal_to_the_bit(tile):
 
 
 def test_other_layouts_of_the_input_give_the_same():
-    geometry = Geometry(32, 16, (3, 3), padding=(1, 1))
+    geometry = Convolution(32, 16, (3, 3), padding=(1, 1))
     x, weight, b, r = problem(geometry, 2, 9, 9, torch.float16, bias=True, residual=True)
     first = run(x, weight, b, r, geometry, "64x64", sparse=True)
     assert torch.equal(run(x.contiguous(), weight, b, r.contiguous(), geometry, "64x64", sparse=True), first)
@@ -157,43 +159,44 @@ def test_other_layouts_of_the_input_give_the_same():
 
 
 def test_not_a_number_spreads_to_all_that_it_meets_and_relu_keeps_it():
-    geometry = Geometry(32, 16, (3, 3), padding=(1, 1), activation="relu")
+    geometry = Convolution(32, 16, (3, 3), padding=(1, 1), activation="relu")
     x, weight, b, r = problem(geometry, 1, 9, 9, torch.float16, bias=True, residual=True)
     x[0, :, 4, 4] = float("nan")
-    expected = ops.conv2d(x, weight, b.half(), r, [1, 1], [1, 1], [1, 1], 1, "relu").isnan()
+    expected = geometry.reference([x, r], {"weight": weight, "bias": b}).isnan()
     assert torch.equal(run(x, weight, b, r, geometry, "64x64", sparse=True).isnan(), expected)
 
 
 def test_wrong_arguments_are_refused():
-    geometry = Geometry(32, 16, (1, 1))
+    geometry = Convolution(32, 16, (1, 1))
     x, weight, b, _ = problem(geometry, 1, 4, 4, torch.float16, bias=True, residual=False)
     for bad in (x[:, :8], x[0][None, None], x.float(), x.cpu()):
-        with pytest.raises(EngineError, match=r"channels|convert|move"):
+        with pytest.raises(EngineError, match=r"channels|convert|move|NHWC|4"):
             run(bad, weight, b, None, geometry, "64x64", sparse=True)
     with pytest.raises(EngineError, match=r"float32"):
         run(x, weight, b.half(), None, geometry, "64x64", sparse=True)
     with pytest.raises(EngineError, match=r"residual has shape"):
         run(x, weight, b, x, geometry, "64x64", sparse=True)
-    with pytest.raises(EngineError, match=r"no tile is called"):
+    with pytest.raises(EngineError, match=r"no tile"):
         run(x, weight, b, None, geometry, "1x1", sparse=True)
 
 
 def test_no_images_give_no_images():
-    geometry = Geometry(32, 16, (3, 3))
+    geometry = Convolution(32, 16, (3, 3))
     x, weight, b, r = problem(geometry, 0, 9, 9, torch.float16, bias=True, residual=True)
     assert run(x, weight, b, r, geometry, "64x64", sparse=True).shape == (0, 32, 7, 7)
 
 
-def test_torch_finds_nothing_wrong_with_the_operation_on_a_gpu():
-    geometry = Geometry(32, 16, (3, 3), padding=(1, 1))
+@pytest.mark.filterwarnings("ignore")
+def test_torch_finds_nothing_wrong_with_the_operator_on_a_gpu():
+    geometry = Convolution(32, 16, (3, 3), padding=(1, 1), activation="relu")
     x, weight, b, r = problem(geometry, 2, 9, 9, torch.float16, bias=True, residual=True)
-    values, metadata, shape = pack(weight, weight != 0)
-    arguments = (x, values, metadata, b, r, list(shape), [1, 1], [1, 1], [1, 1], "relu", "64x64")
-    torch.library.opcheck(torch.ops.halve.packed_conv2d.default, arguments)
+    packed = MmaSparse().pack(geometry, {"weight": weight, "bias": b})
+    arguments = ([x, r], list(packed.values()), " ".join(packed), geometry.to_json(), "mma_sp", "64x64")
+    torch.library.opcheck(torch.ops.halve.run_kernel.default, arguments)
 
 
 def test_the_kernel_runs_on_the_current_stream_and_in_a_graph():
-    geometry = Geometry(64, 64, (3, 3), padding=(1, 1))
+    geometry = Convolution(64, 64, (3, 3), padding=(1, 1))
     x, weight, b, r = problem(geometry, 2, 14, 14, torch.float16, bias=True, residual=True)
     expected = run(x, weight, b, r, geometry, "64x64", sparse=True)
     packed = pack(weight, weight != 0)
@@ -207,7 +210,7 @@ def test_the_kernel_runs_on_the_current_stream_and_in_a_graph():
 
 
 def test_a_thread_may_begin_with_it():
-    geometry, results = Geometry(64, 64), []
+    geometry, results = Convolution(64, 64), []
     data = problem(geometry, 1, 8, 8, torch.float16, bias=True, residual=False)
     packed = pack(data[1], data[1] != 0)
 
@@ -222,11 +225,12 @@ def test_a_thread_may_begin_with_it():
 
 
 def test_a_slice_that_begins_between_sixteen_bytes_is_read_all_the_same():
-    _, weight, b, _ = problem(Geometry(32, 16), 1, 1, 1, torch.float16, bias=True, residual=False)
+    _, weight, b, _ = problem(Convolution(32, 16), 1, 1, 1, torch.float16, bias=True, residual=False)
     x = torch.randn(1, 28, device="cuda").half()[:, 12:]
     assert x.data_ptr() % 16 == 8
-    packed = pack(weight, weight != 0)
+    matrix, linear = weight.flatten(1), Linear(32, 16)
     added = torch.randn(1, 36, device="cuda").half()[:, 4:]
-    got = ops.packed_linear(x, packed.values, packed.metadata, b, added, 32, "none", "64x64")
-    expected = F.linear(x.double(), weight.double().flatten(1), b.double()) + added
+    packed = MmaSparse().pack(linear, {"weight": matrix, "bias": b})
+    got = MmaSparse().run([x, added], packed, linear, "64x64")
+    expected = F.linear(x.double(), matrix.double(), b.double()) + added
     assert (got - expected).abs().max() <= 2e-3 * expected.abs().max()

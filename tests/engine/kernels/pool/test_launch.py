@@ -5,7 +5,7 @@ from halve.engine.kernels.cuda import driver, jit
 from halve.engine.kernels.pool import launch as pool
 from halve.errors import EngineError
 
-pytestmark = pytest.mark.skipif(jit.available() is not None, reason=str(jit.available()))
+pytestmark = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90a", "sm_120"])
@@ -25,7 +25,7 @@ def test_without_a_compiler_there_is_no_kernel(monkeypatch):
     def refuse(*arguments):
         raise EngineError("no compiler")
 
-    monkeypatch.setattr(driver, "missing", lambda device: None)
+    monkeypatch.setattr(driver, "unavailable", lambda device: None)
     monkeypatch.setattr(driver, "architecture", lambda device: "sm_90a")
     monkeypatch.setattr(jit, "cubin", refuse)
     pool._kernel.cache_clear()

@@ -4,27 +4,32 @@ import itertools
 
 import pytest
 import torch
-import torch.nn.functional as F
 
-from halve.engine import ops
 from halve.engine.kernels.cuda import driver
+from halve.engine.kernels.kernel import Layout
 from halve.engine.kernels.pool import launch as pool
+from halve.engine.kernels.pool.family import Pool
+from halve.engine.operations import MaxPool
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(
-        not torch.cuda.is_available() or driver.missing(torch.device("cuda")) is not None,
+        not torch.cuda.is_available() or driver.unavailable(torch.device("cuda")) is not None,
         reason="needs a GPU from 8.0 on",
     ),
 ]
-WINDOWS = [  # kernel, stride, padding, dilation, ceil_mode
-    ([3, 3], [2, 2], [1, 1], [1, 1], False),
-    ([2, 2], [2, 2], [0, 0], [1, 1], True),
-    ([3, 2], [1, 3], [1, 0], [2, 1], False),
-    ([5, 1], [2, 1], [2, 0], [1, 1], True),
-    ([5, 5], [1, 1], [2, 2], [1, 1], False),
-    ([1, 1], [3, 3], [0, 0], [1, 1], False),
+WINDOWS = [
+    MaxPool((3, 3), (2, 2), (1, 1), (1, 1), False),
+    MaxPool((2, 2), (2, 2), (0, 0), (1, 1), True),
+    MaxPool((3, 2), (1, 3), (1, 0), (2, 1), False),
+    MaxPool((5, 1), (2, 1), (2, 0), (1, 1), True),
+    MaxPool((5, 5), (1, 1), (2, 2), (1, 1), False),
+    MaxPool((1, 1), (3, 3), (0, 0), (1, 1), False),
 ]
+
+
+def run(x, window):
+    return Pool().run([Layout.NHWC.of(x)], {}, window, "nhwc")
 
 
 def images(dtype, count=2, channels=16, height=13, width=9, seed=0):
@@ -38,10 +43,10 @@ def images(dtype, count=2, channels=16, height=13, width=9, seed=0):
 def test_it_gives_what_pytorch_gives(dtype, window):
     for count, channels, (height, width) in itertools.product((1, 3), (8, 64, 520), ((5, 5), (13, 9), (33, 112))):
         x = images(dtype, count, channels, height, width)
-        assert pool.fits(x, window[0])
-        expected = F.max_pool2d(x, *window)
+        assert pool.fits(x, window.kernel)
+        expected = window.reference([x], {})
         torch.full_like(expected, float("nan"))  # the next result lies where there are NaNs now
-        got = ops.max_pool2d(x, *window)
+        got = run(x, window)
         assert torch.equal(got, expected)
         assert got.stride() == expected.stride()
 
@@ -50,7 +55,7 @@ def test_it_gives_what_pytorch_gives(dtype, window):
 def test_nan_wins_and_infinities_count(dtype):
     x = images(dtype)
     x[0, 3, 4, 4], x[1, :, 2, 2], x[1, 5] = float("nan"), float("inf"), -float("inf")
-    got, expected = ops.max_pool2d(x, *WINDOWS[0]), F.max_pool2d(x, *WINDOWS[0])
+    got, expected = run(x, WINDOWS[0]), WINDOWS[0].reference([x], {})
     torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
     assert bool(got.isnan().any())
 
@@ -68,17 +73,17 @@ def test_nan_wins_and_infinities_count(dtype):
 def test_what_the_kernel_does_not_take_is_left_to_pytorch(x):
     x = x()
     assert not pool.fits(x, [3, 3])
-    assert torch.equal(ops.max_pool2d(x, *WINDOWS[0]), F.max_pool2d(x, *WINDOWS[0]))
+    assert torch.equal(run(x, WINDOWS[0]), WINDOWS[0].reference([x], {}))
 
 
 def test_a_kernel_that_does_not_compile_is_left_to_pytorch(monkeypatch):
     pool._kernel.cache_clear()
     monkeypatch.setattr(driver, "architecture", lambda device: "sm_1")
     x = images(torch.float16)
-    assert torch.equal(ops.max_pool2d(x, *WINDOWS[0]), F.max_pool2d(x, *WINDOWS[0]))
+    assert torch.equal(run(x, WINDOWS[0]), WINDOWS[0].reference([x], {}))
     pool._kernel.cache_clear()
 
 
 def test_a_window_that_does_not_fit_is_refused_as_pytorch_refuses_it():
     with pytest.raises(RuntimeError, match="too small"):
-        ops.max_pool2d(images(torch.float16), [20, 20], [1, 1], [0, 0], [1, 1], False)
+        run(images(torch.float16), MaxPool((20, 20), (1, 1), (0, 0), (1, 1), False))

@@ -17,16 +17,16 @@ _MAX_DYNAMIC_SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
 LEAST_CAPABILITY = (8, 0)  # sparse tensor cores came with it
 
 
-def missing(device: torch.device) -> str | None:
-    """Why kernels of ours cannot run on a device; None where they can."""
+def unavailable(device: torch.device) -> str | None:
+    """Why sparse tensor cores cannot be used on a device; None if they can."""
     if device.type != "cuda":
-        return f"the sparse kernels are for NVIDIA GPUs, and this is {device.type}"
+        return f"sparse tensor cores need an NVIDIA GPU, got {device.type}"
     if torch.version.cuda is None:
-        return "this PyTorch is not built for NVIDIA GPUs"
+        return "this PyTorch is built without CUDA"
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
         name = torch.cuda.get_device_name(device)
-        return f"{name} has compute capability {capability[0]}.{capability[1]}; sparse tensor cores begin with 8.0"
+        return f"{name} has compute capability {capability[0]}.{capability[1]}; sparse tensor cores need 8.0 or newer"
     return None
 
 

@@ -53,13 +53,18 @@ def version() -> tuple[int, int]:
     return major.value, minor.value
 
 
-def available() -> str | None:
-    """Why there is no compiler; None where there is one."""
+def unavailable() -> str | None:
+    """Why kernels cannot be compiled; None if they can."""
     try:
         version()
     except EngineError as error:
         return str(error)
     return None
+
+
+def digest(*parts: str) -> str:
+    """A short digest of texts, for versions and keys."""
+    return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 
 
 def _key(source: str, flags: Sequence[str]) -> str:

@@ -2,16 +2,16 @@
 //
 //   D[out channel, pixel] = sum over taps and channels of W[out channel, tap, channel] * X[pixel shifted by tap, channel]
 //
-// W comes packed in the instruction's order (see pack.py), 2:4 sparse or dense, and is read straight into registers.
+// W comes packed in the instruction's order (see packing.py), 2:4 sparse or dense, and is read straight into registers.
 // X is NHWC. A tile of TILE_N pixels by 64 channels of one tap is copied to shared memory at a time, three in flight;
 // rows of 128 bytes, their 16-byte pieces swizzled by the row, so that ldmatrix meets no bank twice. Pixels outside of the
 // image and channels past the last are filled with zeros by the copy itself.
 //
-// Defined when compiled: SPARSE (0, 1), BF16 (0, 1), PIECE (channels that one copy moves: 8, or 4 where the channels are
-// no multiple of 8), ACTIVATION (0 none, 1 relu, 2 gelu, 3 silu, 4 hardswish), and the tile: a warp makes ROW_TILES x 16
-// output channels by PIXEL_TILES x 8 pixels, and a block has WARPS_M x WARPS_N x WARPS_K warps. Warps with the same place
-// along K are a team: they take every WARPS_K-th step, copy for themselves and wait for each other alone. Several teams
-// share one tile, for layers with few tiles.
+// Defined at compile time: SPARSE (0, 1), BF16 (0, 1), PIECE (channels that one copy moves: 8, or 4 if the channels are
+// not divisible by 8), ACTIVATE (a function below), and the tile: a warp makes ROW_TILES x 16 output channels by
+// PIXEL_TILES x 8 pixels, and a block has WARPS_M x WARPS_N x WARPS_K warps. Warps with the same place along K are a
+// team: they take every WARPS_K-th step, copy for themselves and wait only for each other. Several teams share one
+// tile, for layers with few tiles.
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -53,21 +53,16 @@ __device__ __forceinline__ u16 from_float(float f) {
     return v;
 }
 
-// Compiled in: all of them inlined for every output would not fit into the instruction cache.
-__device__ __forceinline__ float activate(float v) {
-#if ACTIVATION == 1
-    return v < 0.f ? 0.f : v;  // keeps NaN, as PyTorch does
-#elif ACTIVATION == 2
-    return 0.5f * v * (1.f + erff(v * 0.70710678f));
-#elif ACTIVATION == 3
-    return v / (1.f + __expf(-v));
-#elif ACTIVATION == 4
+// ACTIVATE names one of these at compile time: all of them inlined for every output would not fit into the instruction
+// cache. They carry the names of halve.engine.operations.
+__device__ __forceinline__ float activate_none(float v) { return v; }
+__device__ __forceinline__ float activate_relu(float v) { return v < 0.f ? 0.f : v; }  // keeps NaN, as PyTorch does
+__device__ __forceinline__ float activate_gelu(float v) { return 0.5f * v * (1.f + erff(v * 0.70710678f)); }
+__device__ __forceinline__ float activate_silu(float v) { return v / (1.f + __expf(-v)); }
+__device__ __forceinline__ float activate_hardswish(float v) {
     float gate = v + 3.f;
     gate = gate < 0.f ? 0.f : gate > 6.f ? 6.f : gate;
     return v * gate / 6.f;
-#else
-    return v;
-#endif
 }
 
 template <int BYTES>
@@ -301,7 +296,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv(const u16* __restrict
             const bool inside = whole || first + i < s.out_channels;
             v[i] += shift[i];
             if (residual && inside) v[i] += to_float(whole ? add[turn].each[i] : residual[at + i]);
-            sum.each[i] = from_float(activate(v[i]));
+            sum.each[i] = from_float(ACTIVATE(v[i]));
             if (inside && !whole) out[at + i] = sum.each[i];
         }
         if (whole) *reinterpret_cast<uint4*>(out + at) = sum.vector;

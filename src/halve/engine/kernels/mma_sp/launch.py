@@ -1,4 +1,4 @@
-"""The convolution kernel and its variants, and how it is started. `halve.engine.ops` specifies what it computes."""
+"""The `mma.sp` convolution: its tiles, its compiled variants, and its launch."""
 
 import ctypes
 import functools
@@ -8,16 +8,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from halve.engine.geometry import ACTIVATIONS, Geometry
 from halve.engine.kernels.cuda import driver, jit
+from halve.engine.operations import ACTIVATIONS, Convolution
 from halve.errors import EngineError
 
 DTYPES = (torch.float16, torch.bfloat16)
+_NHWC = torch.channels_last
 _STAGES, _TILE_K, _PITCH = 3, 64, 4  # as in conv.cu: tiles in flight, channels of a tile, floats between its rows
 
 
 class Tile(NamedTuple):
-    """What one thread block makes, and with how many warps along output channels, pixels and K."""
+    """The output tile of one thread block, and its warps along output channels, pixels and K."""
 
     row_tiles: int  # of 16 output channels, of one warp
     pixel_tiles: int  # of 8 pixels, of one warp
@@ -60,7 +61,7 @@ TILES = {
 
 
 class Variant(NamedTuple):
-    """What is fixed when the kernel is compiled."""
+    """What is fixed at compile time."""
 
     sparse: bool
     dtype: torch.dtype
@@ -69,17 +70,19 @@ class Variant(NamedTuple):
     tile: str
 
     def options(self) -> tuple[str, ...]:
-        """Definitions for the compiler."""
+        """Compiler definitions."""
         if self.dtype not in DTYPES:
-            raise EngineError(f"the kernel multiplies float16 and bfloat16, not {self.dtype}")
+            raise EngineError(f"the kernel multiplies float16 and bfloat16, got {self.dtype}")
         if self.channels % 4:
-            raise EngineError(f"{self.channels} input channels: the kernel needs a multiple of 4")
+            raise EngineError(f"{self.channels} input channels are not divisible by 4")
         if self.tile not in TILES:
-            raise EngineError(f"no tile is called {self.tile!r}; there are {', '.join(TILES)}")
+            raise EngineError(f"there is no tile {self.tile!r}; there are {', '.join(TILES)}")
         piece = 8 if self.channels % 8 == 0 else 4
         tile = {name.upper(): value for name, value in TILES[self.tile]._asdict().items()}
-        bf16, activation = int(self.dtype == torch.bfloat16), ACTIVATIONS.index(self.activation)
-        values = {"SPARSE": int(self.sparse), "BF16": bf16, "PIECE": piece, "ACTIVATION": activation, **tile}
+        if self.activation not in ACTIVATIONS:
+            raise EngineError(f"unknown activation {self.activation!r}; there are {', '.join(ACTIVATIONS)}")
+        bf16, activation = int(self.dtype == torch.bfloat16), f"activate_{self.activation}"
+        values = {"SPARSE": int(self.sparse), "BF16": bf16, "PIECE": piece, "ACTIVATE": activation, **tile}
         return tuple(f"-D{name}={value}" for name, value in values.items())
 
 
@@ -106,14 +109,23 @@ class _Shape(ctypes.Structure):
 
 
 def machine_code(variant: Variant, architecture: str) -> bytes:
-    """The cubin of a variant, compiled now or before."""
+    """The cubin of a variant, compiled on first use."""
     return _machine_code(variant.options(), architecture)
 
 
 @functools.cache
 def _machine_code(options: tuple[str, ...], architecture: str) -> bytes:
-    source = resources.files(__package__).joinpath("conv.cu").read_text()
-    return jit.cubin(source, architecture, options)
+    return jit.cubin(_source(), architecture, options)
+
+
+@functools.cache
+def _source() -> str:
+    return resources.files(__package__).joinpath("conv.cu").read_text()
+
+
+def version() -> str:
+    """A digest of the source and the tiles."""
+    return jit.digest(_source(), repr(TILES))
 
 
 def run(
@@ -122,34 +134,31 @@ def run(
     metadata: Tensor | None,
     bias: Tensor | None,
     residual: Tensor | None,
-    geometry: Geometry,
+    convolution: Convolution,
     tile: str,
 ) -> Tensor:
-    """Start the kernel on the current stream. All tensors on one GPU, images channels last, bias in float32.
+    """Launch the kernel on the current stream. All tensors on one GPU, images channels last, bias in float32.
 
-    Without metadata the values are those of a dense weight.
+    Without metadata, `values` holds all weights.
     """
     images, channels, height, width = x.shape
-    rows, out_height, out_width = geometry.rows, *geometry.out_size(height, width)
+    rows, out_height, out_width = convolution.rows, *convolution.out_size(height, width)
     out = torch.empty((images, rows, out_height, out_width), dtype=x.dtype, device=x.device, memory_format=_NHWC)
     pixels = images * out_height * out_width
     if not pixels:
         return out
     if max(pixels, images * height * width) >= 1 << 28:
-        raise EngineError(f"{images} images of {height} x {width} pixels are too many at once: use smaller batches")
-    variant = Variant(metadata is not None, x.dtype, channels, geometry.activation, tile)
+        raise EngineError(f"{images} images of {height} x {width} are too many for one launch: use smaller batches")
+    variant = Variant(metadata is not None, x.dtype, channels, convolution.activation, tile)
     kernel = _kernel(variant.options(), x.device.index, TILES[tile].shared_bytes)
     shape = _Shape(
         *(images, height, width, channels, out_height, out_width, rows),
-        *(*geometry.kernel, *geometry.stride, *geometry.padding, *geometry.dilation),
+        *(*convolution.kernel, *convolution.stride, *convolution.padding, *convolution.dilation),
         values.shape[0],
     )
     grid = (-(-pixels // TILES[tile].pixels), -(-rows // TILES[tile].rows))
     kernel.launch(grid, TILES[tile].threads, (x, values, metadata, bias, residual, out, shape))
     return out
-
-
-_NHWC = torch.channels_last
 
 
 @functools.cache

@@ -60,10 +60,10 @@ def pack(weight: Tensor, kept: Tensor) -> Packed:
     return Packed(_lay_values(values), _lay_metadata(nibbles), tuple(weight.shape))
 
 
-def sizes(shape: Sequence[int], sparse: bool) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
+def packed_shapes(shape: Sequence[int], sparse: bool) -> tuple[tuple[int, ...], tuple[int, ...] | None]:
     """The shapes of the values and of the metadata of a packed weight.
 
-    >>> sizes((17, 68, 3, 3), sparse=True), sizes((16, 64), sparse=False)
+    >>> packed_shapes((17, 68, 3, 3), sparse=True), packed_shapes((16, 64), sparse=False)
     (((2, 36, 32, 8), (2, 18, 32)), ((1, 4, 32, 8), None))
     """
     rows, channels, *kernel = shape

@@ -1,4 +1,4 @@
-"""The pooling kernel, and where it can run. `halve.engine.ops` specifies what it computes."""
+"""The pooling kernel: which inputs it takes, and its launch."""
 
 import ctypes
 import functools
@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from halve.engine.kernels.cuda import driver, jit
+from halve.engine.operations import MaxPool
 from halve.errors import EngineError
 
-_DTYPES = (torch.float16, torch.bfloat16)
+DTYPES = (torch.float16, torch.bfloat16)
 _PIECE = 8  # channels of one thread: 16 bytes
 _THREADS = 128
 _NHWC = torch.channels_last
@@ -30,11 +31,11 @@ class _Shape(ctypes.Structure):
 
 
 def fits(x: Tensor, kernel: Sequence[int]) -> bool:
-    """Whether there is a kernel for these images: some, on a GPU, channels last, in pieces of 16 bytes."""
+    """Whether the kernel can read these images: on a GPU, channels last, in aligned pieces of 16 bytes, not empty."""
     return (
         x.is_cuda
         and x.dim() == 4
-        and x.dtype in _DTYPES
+        and x.dtype in DTYPES
         and x.shape[1] % _PIECE == 0
         and x.numel() > 0
         and x.is_contiguous(memory_format=_NHWC)
@@ -43,36 +44,39 @@ def fits(x: Tensor, kernel: Sequence[int]) -> bool:
     )
 
 
-def run(
-    x: Tensor,
-    kernel: Sequence[int],
-    stride: Sequence[int],
-    padding: Sequence[int],
-    dilation: Sequence[int],
-    size: Sequence[int],
-) -> Tensor:
-    """Start the kernel on the current stream; `size` is the height and width of the result."""
+def run(x: Tensor, pool: MaxPool) -> Tensor:
+    """Launch the kernel on the current stream."""
     images, channels, height, width = x.shape
-    out = torch.empty((images, channels, *size), dtype=x.dtype, device=x.device, memory_format=_NHWC)
-    shape = _Shape(height, width, channels, *size, *stride, *padding, *dilation)
-    grid = (images * size[0], -(-size[1] * channels // _PIECE // _THREADS))
-    max_pool = _kernel(x.dtype, tuple(kernel), x.device.index)
+    _, _, out_height, out_width = pool.out_shape(x.shape)
+    out = torch.empty((images, channels, out_height, out_width), dtype=x.dtype, device=x.device, memory_format=_NHWC)
+    shape = _Shape(height, width, channels, out_height, out_width, *pool.stride, *pool.padding, *pool.dilation)
+    grid = (images * out_height, -(-out_width * channels // _PIECE // _THREADS))
+    max_pool = _kernel(x.dtype, pool.kernel, x.device.index)
     assert max_pool is not None
     max_pool.launch(grid, _THREADS, (x, out, shape))
     return out
 
 
 def machine_code(dtype: torch.dtype, kernel: tuple[int, ...], architecture: str) -> bytes:
-    """The cubin for a type and a window, compiled now or before."""
-    source = resources.files(__package__).joinpath("pool.cu").read_text()
+    """The cubin for a dtype and a window, compiled on first use."""
     values = {"BF16": int(dtype == torch.bfloat16), "KERNEL_H": kernel[0], "KERNEL_W": kernel[1]}
-    return jit.cubin(source, architecture, tuple(f"-D{name}={value}" for name, value in values.items()))
+    return jit.cubin(_source(), architecture, tuple(f"-D{name}={value}" for name, value in values.items()))
+
+
+@functools.cache
+def _source() -> str:
+    return resources.files(__package__).joinpath("pool.cu").read_text()
+
+
+def version() -> str:
+    """A digest of the source."""
+    return jit.digest(_source())
 
 
 @functools.cache
 def _kernel(dtype: torch.dtype, kernel: tuple[int, ...], device: int) -> driver.Kernel | None:
-    """None where it cannot be compiled or loaded: PyTorch has a kernel of its own."""
-    if driver.missing(torch.device("cuda", device)) is not None:
+    """None if it cannot be compiled or loaded: PyTorch's own kernel runs instead."""
+    if driver.unavailable(torch.device("cuda", device)) is not None:
         return None
     try:
         return driver.Kernel(machine_code(dtype, kernel, driver.architecture(device)), "max_pool", device, 0)

@@ -1,0 +1,1 @@
+"""PyTorch's own kernels, cuDNN and cuBLAS."""

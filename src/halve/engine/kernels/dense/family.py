@@ -1,0 +1,82 @@
+"""Layers on PyTorch's own kernels and vendor libraries: the fallback that runs everywhere, and the baseline.
+
+Variants: `torch` is operation by operation; `cudnn` is cuDNN's fused convolution, bias, residual and ReLU; `gemm` is a
+matrix product with bias and activation inside where cuBLAS can.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from halve.engine.kernels.kernel import KernelFamily, Piece
+from halve.engine.operations import Convolution, Linear, MaxPool, Operation, Tensors, finish
+
+_NHWC = torch.channels_last
+
+
+class Dense(KernelFamily):
+    """Keeps the weight in PyTorch's shape, channels last, and the bias in the weight's dtype beside the exact one."""
+
+    name = "dense"
+    library = True
+    version = "1"  # the libraries' own versions are part of the timing cache's name
+
+    def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        return None
+
+    def variants(self, piece: Piece, device: torch.device) -> Sequence[str]:
+        found, operation = ["torch"], piece.operation
+        if device.type != "cuda":
+            return found
+        if isinstance(operation, Convolution) and operation.activation == "relu":
+            found.append("cudnn")
+        if isinstance(operation, Convolution | Linear) and operation.pointwise:
+            found.append("gemm")
+        return found
+
+    def pack(self, operation: Operation, tensors: Tensors) -> dict[str, Tensor]:
+        packed = dict(tensors)
+        if isinstance(operation, Convolution):
+            packed["weight"] = tensors["weight"].contiguous(memory_format=_NHWC)
+        if "bias" in tensors and tensors["bias"].dtype != tensors["weight"].dtype:
+            packed["rounded_bias"] = tensors["bias"].to(tensors["weight"].dtype)
+        return packed
+
+    def unpack(self, operation: Operation, packed: Tensors) -> dict[str, Tensor]:
+        return {name: tensor for name, tensor in packed.items() if name != "rounded_bias"}
+
+    def run(self, inputs: Sequence[Tensor], packed: Tensors, operation: Operation, variant: str) -> Tensor:
+        x, residual = inputs[0], inputs[1:]
+        weight, bias = packed.get("weight"), packed.get("rounded_bias", packed.get("bias"))
+        if weight is None or not x.is_cuda or not x.numel() or isinstance(operation, MaxPool):
+            return operation.reference(inputs, _read(packed))
+        if variant == "cudnn" and isinstance(operation, Convolution) and operation.activation == "relu":
+            geometry = (operation.stride, operation.padding, operation.dilation, operation.groups)
+            if residual:
+                return torch.cudnn_convolution_add_relu(x, weight, residual[0], 1.0, bias, *geometry)
+            return torch.cudnn_convolution_relu(x, weight, bias, *geometry)
+        if variant == "gemm" and isinstance(operation, Linear):
+            return _product(x, weight, bias, residual, operation.activation)
+        if variant == "gemm" and isinstance(operation, Convolution) and x.is_contiguous(memory_format=_NHWC):
+            pixels, added = x.permute(0, 2, 3, 1), [r.permute(0, 2, 3, 1) for r in residual]
+            return _product(pixels, weight.flatten(1), bias, added, operation.activation).permute(0, 3, 1, 2)
+        return operation.reference(inputs, _read(packed))
+
+    def fake(self, inputs: Sequence[Tensor], packed: Tensors, operation: Operation) -> Tensor:
+        return operation.reference(inputs, _read(packed))  # plain PyTorch runs on fake tensors as well
+
+
+def _read(packed: Tensors) -> dict[str, Tensor]:
+    """The tensors with the bias in the weight's dtype, rounded once."""
+    return {**packed, "bias": packed["rounded_bias"]} if "rounded_bias" in packed else dict(packed)
+
+
+def _product(x: Tensor, matrix: Tensor, bias: Tensor | None, residual: Sequence[Tensor], activation: str) -> Tensor:
+    """activation(x matrix^T + bias + residual)"""
+    if not residual and bias is not None and activation in ("none", "relu"):
+        flat = x.reshape(-1, x.shape[-1])
+        y = torch.addmm(bias, flat, matrix.T) if activation == "none" else torch._addmm_activation(bias, flat, matrix.T)
+        return y.reshape(*x.shape[:-1], len(matrix))
+    return finish(F.linear(x, matrix, bias), residual, activation)

@@ -1,0 +1,30 @@
+"""The kernel families of the engine. A new family is one line here."""
+
+import torch
+
+from halve.engine.kernels.dense.family import Dense
+from halve.engine.kernels.kernel import Kernel, KernelFamily, Piece
+from halve.engine.kernels.mma_sp.family import MmaDense, MmaSparse
+from halve.engine.kernels.pool.family import Pool
+
+FAMILIES: dict[str, KernelFamily] = {family.name: family for family in (Dense(), MmaSparse(), MmaDense(), Pool())}
+FALLBACK = Kernel(Dense.name, "torch")  # runs every piece on every device
+
+
+def family_of(kernel: Kernel) -> KernelFamily:
+    return FAMILIES[kernel.family]
+
+
+def kernels_for(piece: Piece, device: torch.device) -> list[Kernel]:
+    """Every kernel that can run the piece on this device, the fallback first."""
+    found = []
+    for family in FAMILIES.values():
+        if family.unavailable(device, piece.dtype) is None:
+            found += [Kernel(family.name, variant) for variant in family.variants(piece, device)]
+    return found
+
+
+def no_sparse_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why no sparse kernel can run there; None if one can."""
+    reasons = [family.unavailable(device, dtype) for family in FAMILIES.values() if family.sparse]
+    return None if None in reasons else "; ".join(dict.fromkeys(filter(None, reasons)))

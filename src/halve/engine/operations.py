@@ -1,0 +1,209 @@
+"""What a layer computes, apart from its weights and from how: the definition that every kernel must match.
+
+An operation is a small frozen value. It is written into saved networks as JSON, and decides, together with the input's
+shape, how long a layer takes.
+"""
+
+import dataclasses
+import functools
+import json
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+Pair = tuple[int, int]
+Tensors = Mapping[str, Tensor]  # by name: "weight", "bias"; without what a layer does not have
+
+
+class Activation(NamedTuple):
+    """A function that layers can apply to their result, and the ATen operation that a captured graph has for it."""
+
+    function: Callable[[Tensor], Tensor]
+    aten: Any
+
+
+ACTIVATIONS = {
+    "none": Activation(lambda x: x, None),
+    "relu": Activation(F.relu, torch.ops.aten.relu.default),
+    "gelu": Activation(F.gelu, torch.ops.aten.gelu.default),
+    "silu": Activation(F.silu, torch.ops.aten.silu.default),
+    "hardswish": Activation(F.hardswish, torch.ops.aten.hardswish.default),
+}
+
+
+class Operation(ABC):
+    """What one layer computes from its inputs and its tensors."""
+
+    @abstractmethod
+    def reference(self, inputs: Sequence[Tensor], tensors: Tensors) -> Tensor:
+        """The result in plain PyTorch."""
+
+    @abstractmethod
+    def out_shape(self, shape: Sequence[Any]) -> tuple[Any, ...]:
+        """The shape of the result for a first input of this shape."""
+
+    @abstractmethod
+    def size(self, x: Tensor) -> int:
+        """How large an input is, in pixels or rows: plans depend on it."""
+
+    @abstractmethod
+    def describe(self, x: Tensor) -> str:
+        """The operation on this input, in a few characters."""
+
+    def to_json(self) -> str:
+        return json.dumps({"operation": type(self).__name__, **dataclasses.asdict(self)})  # type: ignore[call-overload]
+
+    @staticmethod
+    @functools.lru_cache(4096)
+    def from_json(text: str) -> "Operation":
+        """The operation that `to_json` described."""
+        fields = json.loads(text)
+        kind = OPERATIONS[fields.pop("operation")]
+        return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
+
+
+@dataclass(frozen=True)
+class Convolution(Operation):
+    """activation(conv2d(x, weight) + bias + residual); the residual is an optional second input.
+
+    >>> conv = Convolution(rows=64, channels=32, kernel=(3, 3), stride=(2, 2), padding=(1, 1), activation="relu")
+    >>> conv.out_shape((8, 32, 56, 56))
+    (8, 64, 28, 28)
+    >>> Operation.from_json(conv.to_json()) == conv
+    True
+    """
+
+    rows: int  # output channels
+    channels: int  # input channels of one group
+    kernel: Pair = (1, 1)
+    stride: Pair = (1, 1)
+    padding: Pair = (0, 0)
+    dilation: Pair = (1, 1)
+    groups: int = 1
+    activation: str = "none"
+
+    def reference(self, inputs: Sequence[Tensor], tensors: Tensors) -> Tensor:
+        weight, bias = tensors["weight"], _cast(tensors.get("bias"), tensors["weight"])
+        y = F.conv2d(inputs[0], weight, bias, self.stride, self.padding, self.dilation, self.groups)
+        return finish(y, inputs[1:], self.activation)
+
+    def out_shape(self, shape: Sequence[Any]) -> tuple[Any, ...]:
+        return (shape[0], self.rows, *self.out_size(shape[2], shape[3]))
+
+    def out_size(self, height: Any, width: Any) -> tuple[Any, Any]:
+        """Height and width of the result."""
+        sizes = [
+            (size + 2 * pad - dilation * (kernel - 1) - 1) // stride + 1
+            for size, kernel, stride, pad, dilation in zip(
+                (height, width), self.kernel, self.stride, self.padding, self.dilation, strict=True
+            )
+        ]
+        return sizes[0], sizes[1]
+
+    def size(self, x: Tensor) -> int:
+        return x.numel() // max(x.shape[1], 1)
+
+    def describe(self, x: Tensor) -> str:
+        stride = f"/{self.stride[0]}" if self.stride != (1, 1) else ""
+        kernel = f"{self.kernel[0]}x{self.kernel[1]}"
+        return f"{self.channels}>{self.rows} {kernel}{stride} at {x.shape[0]} x {x.shape[2]} x {x.shape[3]}"
+
+    @property
+    def weight_shape(self) -> tuple[int, int, int, int]:
+        return self.rows, self.channels, *self.kernel
+
+    @property
+    def pointwise(self) -> bool:
+        """Whether each pixel is computed from one pixel: a matrix product."""
+        return self.kernel == self.stride == (1, 1) and self.padding == (0, 0) and self.groups == 1
+
+    @property
+    def convolution(self) -> "Convolution":
+        """The layer as a convolution over images."""
+        return self
+
+
+@dataclass(frozen=True)
+class Linear(Operation):
+    """activation(x weight^T + bias + residual); the residual is an optional second input.
+
+    >>> Linear(rows=3, channels=2).reference([torch.ones(1, 2)], {"weight": torch.ones(3, 2)}).tolist()
+    [[2.0, 2.0, 2.0]]
+    """
+
+    rows: int
+    channels: int
+    activation: str = "none"
+
+    def reference(self, inputs: Sequence[Tensor], tensors: Tensors) -> Tensor:
+        y = F.linear(inputs[0], tensors["weight"], _cast(tensors.get("bias"), tensors["weight"]))
+        return finish(y, inputs[1:], self.activation)
+
+    def out_shape(self, shape: Sequence[Any]) -> tuple[Any, ...]:
+        return (*shape[:-1], self.rows)
+
+    def size(self, x: Tensor) -> int:
+        return x.numel() // max(x.shape[-1], 1)
+
+    def describe(self, x: Tensor) -> str:
+        return f"{self.channels}>{self.rows} 1x1 at {len(x)}"
+
+    @property
+    def weight_shape(self) -> tuple[int, int]:
+        return self.rows, self.channels
+
+    @property
+    def pointwise(self) -> bool:
+        return True
+
+    @property
+    def convolution(self) -> Convolution:
+        """The same as a 1x1 convolution: each row of the input is a pixel."""
+        return Convolution(self.rows, self.channels, activation=self.activation)
+
+
+@dataclass(frozen=True)
+class MaxPool(Operation):
+    """The largest value of each window.
+
+    >>> MaxPool((2, 2), (2, 2), (0, 0), (1, 1), False).reference([torch.arange(4.0).reshape(1, 1, 2, 2)], {}).item()
+    3.0
+    """
+
+    kernel: Pair
+    stride: Pair
+    padding: Pair
+    dilation: Pair
+    ceil_mode: bool
+
+    def reference(self, inputs: Sequence[Tensor], tensors: Tensors) -> Tensor:
+        return torch.max_pool2d(inputs[0], self.kernel, self.stride, self.padding, self.dilation, self.ceil_mode)
+
+    def out_shape(self, shape: Sequence[Any]) -> tuple[Any, ...]:
+        pooled = self.reference([torch.empty(tuple(shape), device="meta")], {})
+        return tuple(pooled.shape)
+
+    def size(self, x: Tensor) -> int:
+        return x.numel() // max(x.shape[1], 1)
+
+    def describe(self, x: Tensor) -> str:
+        return f"max pool {self.kernel[0]}x{self.kernel[1]}/{self.stride[0]} at {' x '.join(map(str, x.shape))}"
+
+
+OPERATIONS: dict[str, type[Operation]] = {kind.__name__: kind for kind in (Convolution, Linear, MaxPool)}
+
+
+def finish(y: Tensor, residual: Sequence[Tensor], activation: str) -> Tensor:
+    """activation(y + residual), where there is a residual."""
+    for added in residual:
+        y = y + added
+    return ACTIVATIONS[activation].function(y)
+
+
+def _cast(bias: Tensor | None, weight: Tensor) -> Tensor | None:
+    return None if bias is None else bias.to(weight.dtype)

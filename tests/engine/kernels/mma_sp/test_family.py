@@ -1,0 +1,82 @@
+import pytest
+import torch
+
+from halve.engine.kernels.kernel import Piece
+from halve.engine.kernels.mma_sp.family import MmaDense, MmaSparse
+from halve.engine.kernels.mma_sp.launch import TILES
+from halve.engine.operations import Convolution, Linear, MaxPool
+from halve.errors import EngineError
+from tests.random_masks import random
+
+GPU = torch.device("cuda")
+CONV = Convolution(16, 64, (3, 3), padding=(1, 1))
+
+
+def halved(*shape):
+    weight = random(*shape, seed=1)
+    weight[:, ::2] = 0
+    return weight
+
+
+def variants(family, operation, dtype=torch.float16, is_2_4=True):
+    return tuple(family().variants(Piece(operation, dtype, is_2_4), GPU))
+
+
+def test_which_layers_it_runs():
+    assert variants(MmaSparse, CONV) == variants(MmaDense, CONV) == tuple(TILES)
+    assert variants(MmaSparse, Linear(8, 4)) == tuple(TILES)
+    assert variants(MmaSparse, CONV, is_2_4=False) == ()
+    assert variants(MmaDense, CONV, is_2_4=False) == tuple(TILES)
+    for family in (MmaSparse, MmaDense):
+        assert variants(family, CONV, dtype=torch.float32) == ()
+        assert variants(family, Convolution(8, 2, groups=2)) == ()
+        assert variants(family, Convolution(8, 6)) == ()
+        assert variants(family, MaxPool((2, 2), (2, 2), (0, 0), (1, 1), False)) == ()
+
+
+def test_only_the_first_multiplies_sparse():
+    assert MmaSparse.sparse
+    assert not MmaDense.sparse
+    assert not MmaSparse.library
+    weight = halved(16, 64, 3, 3).half()
+    sparse, dense = (family().pack(CONV, {"weight": weight}) for family in (MmaSparse, MmaDense))
+    assert sparse["values"].numel() * 2 == dense["values"].numel()
+    assert "metadata" not in dense
+
+
+def test_images_come_back_channels_last():
+    tensors = {"weight": halved(16, 64, 3, 3), "bias": random(16)}
+    for family in (MmaSparse(), MmaDense()):
+        got = family.run([random(2, 64, 5, 6)], family.pack(CONV, tensors), CONV, "64x64")
+        assert got.is_contiguous(memory_format=torch.channels_last)
+
+
+def refused(match, x=None, residual=None, conv=CONV, **changed):
+    x = random(1, 64, 4, 4) if x is None else x
+    packed = MmaSparse().pack(CONV, {"weight": halved(16, 64, 3, 3), "bias": random(16)})
+    packed |= {name: change(packed[name]) for name, change in changed.items()}
+    with pytest.raises(EngineError, match=match):
+        MmaSparse().run([x] if residual is None else [x, residual], packed, conv, "64x64")
+
+
+def test_what_a_kernel_would_misread_is_refused():
+    refused("N, C, H, W", x=random(64, 4, 4))
+    refused("images with 64 channels", x=random(1, 32, 4, 4))
+    refused("convert the input", x=random(1, 64, 4, 4).double())
+    refused("residual has shape", residual=random(1, 16, 4, 5))
+    refused("16 contiguous float32 values", bias=lambda b: b.double())
+    refused("16 contiguous float32 values", bias=lambda b: b[:8])
+    refused("int32", metadata=lambda m: m.long())
+
+
+def test_what_a_kernel_would_read_past_is_refused():
+    refused(r"values .* with shape \(1, 18, 32, 8\)", values=lambda v: v[:, :2])
+    refused("must be contiguous", values=lambda v: v.to(memory_format=torch.channels_last))
+    refused(r"metadata .* with shape", metadata=lambda m: m[:, :2])
+    refused("16 contiguous", bias=lambda b: torch.zeros(32)[::2])
+
+
+def test_an_empty_batch_of_rows_has_a_result():
+    linear = Linear(16, 64)
+    packed = MmaSparse().pack(linear, {"weight": halved(16, 64)})
+    assert MmaSparse().run([torch.zeros(0, 64)], packed, linear, "64x64").shape == (0, 16)

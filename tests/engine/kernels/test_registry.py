@@ -1,0 +1,137 @@
+"""A kernel family that is defined here is found, planned, run, saved and loaded, and the engine knows nothing of it."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+import halve
+from halve.engine import timing_cache
+from halve.engine.kernels import registry
+from halve.engine.kernels.kernel import Kernel, KernelFamily, Layout, Piece
+from halve.engine.operations import Convolution, Linear
+from tests.random_masks import random
+
+
+class Gathered(KernelFamily):
+    """2:4 Linear layers on a CPU: the kept columns of each row, and their indices."""
+
+    name, sparse, reads, version = "gathered", True, Layout.ANY, "1"
+
+    def unavailable(self, device, dtype):
+        return None if device.type == "cpu" and dtype == torch.float32 else "gathered runs on CPUs in float32"
+
+    def variants(self, piece, device):
+        return ["plain", "slow"] if isinstance(piece.operation, Linear) and piece.is_2_4 else []
+
+    def pack(self, operation, tensors):
+        weight = tensors["weight"]
+        columns = (weight != 0).to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, : weight.shape[1] // 2]
+        packed = {"values": weight.gather(1, columns), "columns": columns}
+        return {**packed, "bias": tensors["bias"]} if "bias" in tensors else packed
+
+    def unpack(self, operation, packed):
+        weight = packed["values"].new_zeros(operation.weight_shape).scatter(1, packed["columns"], packed["values"])
+        return {"weight": weight, "bias": packed["bias"]} if "bias" in packed else {"weight": weight}
+
+    def run(self, inputs, packed, operation, variant):
+        if variant == "slow":
+            time.sleep(0.003)
+        return operation.reference(inputs, self.unpack(operation, packed))
+
+
+@pytest.fixture
+def gathered(monkeypatch, tmp_path):
+    family = Gathered()
+    monkeypatch.setitem(registry.FAMILIES, family.name, family)
+    monkeypatch.setenv("HALVE_CACHE", str(tmp_path / "cache"))
+    return family
+
+
+@pytest.fixture
+def slow_dense(monkeypatch):
+    """Make PyTorch's kernels so slow that any other kernel wins."""
+    dense, run = type(registry.FAMILIES["dense"]), type(registry.FAMILIES["dense"]).run
+
+    def slowly(self, inputs, packed, operation, variant):
+        time.sleep(0.002)
+        return run(self, inputs, packed, operation, variant)
+
+    monkeypatch.setattr(dense, "run", slowly)
+
+
+def network():
+    return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 4)).eval()
+
+
+def test_a_family_is_found_planned_run_saved_and_loaded(gathered, slow_dense, tmp_path):
+    model = network()
+    masks, x = halve.prune(model), random(3, 16)
+    fast = halve.compile(model, masks, x)
+    assert fast.reason is None
+    assert [entry.kernel for entry in fast.plan] == ["gathered plain", "gathered plain", "dense torch"]
+    assert [entry.sparse for entry in fast.plan] == [True, True, False]
+    assert [layer.held for layer in fast.layers] == [["gathered"], ["gathered"], ["dense"]]
+    with torch.no_grad():
+        expected = halve.apply(model, masks)(x)
+    torch.testing.assert_close(fast(x), expected)
+    fast.save(tmp_path / "net.pt2")
+    again = halve.load_compiled(tmp_path / "net.pt2")
+    assert torch.equal(again(x), fast(x))
+    assert [layer.kernels for layer in again.layers] == [layer.kernels for layer in fast.layers]
+    assert [layer.held for layer in again.layers] == [["gathered"], ["gathered"], ["dense"]]
+    assert again.plan == fast.plan
+    torch.testing.assert_close(torch.compile(fast, backend="aot_eager")(x), expected)
+
+
+def test_a_wrong_kernel_is_not_taken(gathered, slow_dense, monkeypatch):
+    run = Gathered.run
+    monkeypatch.setattr(Gathered, "run", lambda *arguments: run(*arguments) * 1.01)
+    model = network()
+    fast = halve.compile(model, halve.prune(model), random(3, 16))
+    assert {entry.kernel for entry in fast.plan} <= {"dense torch"}
+
+
+def test_a_new_version_is_timed_again(gathered, monkeypatch):
+    model, asked = network(), []
+    measure = timing_cache.TimingCache.put
+
+    def put(self, key, times):
+        asked.append(sorted(times))
+        measure(self, key, times)
+
+    monkeypatch.setattr(timing_cache.TimingCache, "put", put)
+    masks, x = halve.prune(model), random(3, 16)
+    halve.compile(model, masks, x)
+    assert asked
+    asked.clear()
+    halve.compile(model, masks, x)
+    assert asked == []
+    monkeypatch.setattr(Gathered, "version", "2")
+    halve.compile(model, masks, x)
+    assert any("gathered plain 2" in names for names in asked)
+
+
+def test_every_family_packs_without_loss():
+    for family in registry.FAMILIES.values():
+        for operation in (Convolution(20, 12, (3, 2)), Linear(20, 12)):
+            weight = random(*operation.weight_shape, seed=1).half()
+            weight[:, [0, 2, 5, 7, 8, 9]] = 0
+            tensors = {"weight": weight, "bias": random(20, seed=2)}
+            back = family.unpack(operation, family.pack(operation, tensors))
+            assert back.keys() == tensors.keys()
+            for name, tensor in tensors.items():
+                assert torch.equal(back[name], tensor), (family.name, name)
+                assert back[name].dtype == tensor.dtype
+
+
+def test_kernels_are_asked_for_by_device_and_dtype():
+    cpu, piece = torch.device("cpu"), Piece(Convolution(8, 4, activation="relu"), torch.float16, is_2_4=True)
+    assert registry.kernels_for(piece, cpu) == [registry.FALLBACK] == [Kernel("dense", "torch")]
+    assert "NVIDIA" in registry.no_sparse_kernels(cpu, torch.float16)
+
+
+def test_the_names_of_families_are_their_keys():
+    assert all(family.name == name for name, family in registry.FAMILIES.items())
+    assert all(family.version for family in registry.FAMILIES.values())
