@@ -94,7 +94,7 @@ def kept_magnitude(model: torch.nn.Module, masks: halve.MaskSet) -> float:
     kept = total = 0.0
     for name, mask in masks.items():
         weight = model.get_submodule(name).weight.detach()
-        kept, total = kept + float(mask.put_on(weight).abs().sum()), total + float(weight.abs().sum())
+        kept, total = kept + float(mask.apply_to(weight).abs().sum()), total + float(weight.abs().sum())
     return kept / total
 
 

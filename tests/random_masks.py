@@ -25,7 +25,7 @@ def a_mask(pattern: str, layout: Layout, seed: int = 0) -> Mask:
     """A legal mask with random choices, and the fingerprint of a random weight."""
     weight = random(*layout.shape, seed=seed)
     mask = Mask.from_scores(Pattern(pattern), layout, weight.abs())
-    return Mask(mask.pattern, layout, mask.codes, Fingerprint.of(weight, mask.put_on(weight)))
+    return Mask(mask.pattern, layout, mask.codes, Fingerprint.of(weight, mask.apply_to(weight)))
 
 
 def masks_for(model: nn.Module, *names: str, pattern: str = "2:4", **layout: Any) -> MaskSet:
@@ -37,7 +37,7 @@ def masks_for(model: nn.Module, *names: str, pattern: str = "2:4", **layout: Any
         groups = getattr(module, "groups", 1)
         place = Layout(kind_of(module), tuple(weight.shape), Pattern(pattern).size, groups, **layout)
         mask = Mask.from_scores(Pattern(pattern), place, weight.abs())
-        masks[name] = Mask(mask.pattern, place, mask.codes, Fingerprint.of(weight, mask.put_on(weight)))
+        masks[name] = Mask(mask.pattern, place, mask.codes, Fingerprint.of(weight, mask.apply_to(weight)))
     return MaskSet(masks, recipe={"method": "test"})
 
 

@@ -92,7 +92,7 @@ def test_images_are_found_in_every_customary_batch(batch):
         ({"picture": IMAGES, "name": 1}, r"'picture', 'name'"),
         ((), "tuple"),
         ("file.jpg", "str"),
-        ([["a"], ["b"]], "list, not a tensor"),
+        ([["a"], ["b"]], "must be a tensor, got list"),
         (torch.zeros(2, 3, dtype=torch.uint8), "uint8.*normalise"),
         (torch.zeros(3), r"\(3,\)"),
         (torch.zeros(0, 3, 8, 8), r"\(0, 3, 8, 8\)"),
@@ -185,7 +185,7 @@ def test_forward_gets_the_whole_batch_in_the_models_dtype():
 
 
 def test_images_that_do_not_fit_are_a_data_error_that_names_model_and_shape():
-    with pytest.raises(DataError, match=r"Conv2d cannot run on images of shape \(2, 5, 8, 8\).*forward="):
+    with pytest.raises(DataError, match=r"Conv2d failed on images of shape \(2, 5, 8, 8\).*forward="):
         run(nn.Conv2d(3, 8, 3), torch.zeros(2, 5, 8, 8))
 
 

@@ -233,8 +233,8 @@ def patched():
     [
         (Closing(), "Closing.through is a function that holds layers"),
         (patched(), "Sequential.forward is a function that holds layers"),
-        (nn.Sequential(Same(8, 8), nn.Linear(8, 2)), "gives parts of the model itself: 0"),
-        (nn.Sequential(Shallow(8, 8), nn.Linear(8, 2)), "gives its own tensors again"),
+        (nn.Sequential(Same(8, 8), nn.Linear(8, 2)), "returns modules of the original: 0"),
+        (nn.Sequential(Shallow(8, 8), nn.Linear(8, 2)), "returns tensors of the original"),
     ],
     ids=["closure", "patched forward", "itself", "shallow"],
 )

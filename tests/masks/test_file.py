@@ -131,29 +131,6 @@ def test_saving_fails_without_a_trace_and_keeps_the_old_file(tmp_path, path):
     assert os.listdir(tmp_path) == [path.name]
 
 
-def test_a_full_disk_keeps_the_old_file(tmp_path, path):
-    before = path.read_bytes()
-    code = """
-        import resource, sys
-        import halve
-        from halve.errors import FileError
-        masks = halve.load(sys.argv[1])
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-        try:
-            masks.save(sys.argv[1])
-        except FileError as error:
-            assert "nothing was written" in str(error)
-        else:
-            raise AssertionError("the write should have failed")
-        assert halve.load(sys.argv[1]) == masks
-        """
-    command = [sys.executable, "-B", "-c", textwrap.dedent(code), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert path.read_bytes() == before
-    assert os.listdir(tmp_path) == [path.name]
-
-
 def test_no_flipped_bit_gives_another_mask(path):
     whole = path.read_bytes()
     for bit in np.random.default_rng(1).choice(len(whole) * 8, 300, replace=False).tolist():
@@ -320,7 +297,7 @@ def test_crafted_files_with_a_fitting_checksum_are_refused(tmp_path, attack):
 
 
 def test_the_refusal_names_file_and_layer(tmp_path):
-    with pytest.raises(FileError, match=r"x\.masks.*features\.0.*multiple of 8|x\.masks.*features\.0.*bytes"):
+    with pytest.raises(FileError, match=r"x\.masks.*features\.0.*not divisible by 8|x\.masks.*features\.0.*bytes"):
         load(write(tmp_path / "x.masks", change("pattern", "4:8")))
 
 

@@ -6,9 +6,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import halve
-from halve.errors import DataError, LearningWarning, MaskError, ModelError
+from halve.errors import DataError, LearningWarning, MaskError, ModelError, OptionError
 from halve.learn import initialization
-from halve.masks.layout import plain
+from halve.masks.layout import unpermuted
 from halve.masks.mask import MaskSet
 from halve.permute import permute as permute_module
 from halve.select.select import select
@@ -44,7 +44,7 @@ def energy(model, masks):
     kept = total = 0.0
     for name, mask in masks.items():
         weight = model.get_submodule(name).weight.detach()
-        kept, total = kept + float(mask.put_on(weight).abs().sum()), total + float(weight.abs().sum())
+        kept, total = kept + float(mask.apply_to(weight).abs().sum()), total + float(weight.abs().sum())
     return kept / total
 
 
@@ -76,7 +76,7 @@ def test_masks_go_on_in_the_original_order(permuted):
     sparse = halve.apply(model, masks)
     for name, mask in masks.items():
         weight = model.get_submodule(name).weight
-        assert torch.equal(sparse.get_submodule(name).weight, mask.put_on(weight))
+        assert torch.equal(sparse.get_submodule(name).weight, mask.apply_to(weight))
     assert halve.verify(model, masks).ok
     assert halve.verify(sparse, masks).ok
     assert not halve.verify(sparse).ok  # its blocks do not lie in one piece
@@ -210,7 +210,7 @@ def test_an_order_without_its_moves_cannot_be_made():
     model = tiny.convnet()
     masks = MaskSet(dict(halve.prune(model, permute=True, example=tiny.images())))
     assert halve.verify(halve.apply(model, masks), masks).ok
-    with pytest.raises(MaskError, match="moves do not make"):
+    with pytest.raises(MaskError, match="does not say how to move the channels"):
         halve.apply(model, masks, permute=True)
 
 
@@ -290,7 +290,7 @@ def test_an_update_of_a_moved_model_is_measured_in_its_own_order(permuted):
 def test_moves_without_the_order_are_refused(permuted):
     model, masks = permuted
     half = halve.prune(model, "random")
-    with pytest.raises(MaskError, match="moves do not make"):
+    with pytest.raises(MaskError, match="does not say how to move the channels"):
         halve.apply(model, MaskSet(dict(half), moves=masks.moves), permute=True)
 
 
@@ -305,7 +305,7 @@ def test_a_run_that_is_resumed_goes_on_in_the_order_that_was_found(tmp_path, mon
 
     with pytest.warns(LearningWarning, match="interrupted"):
         halve.learn(model, images, steps=6, report=interrupt, **options)
-    monkeypatch.setattr(initialization, "reordered", None)  # nobody searches again
+    monkeypatch.setattr(initialization, "permute", None)  # nobody searches again
     assert halve.learn(model, images, steps=6, resume=True, **options) == whole
 
 
@@ -321,7 +321,7 @@ def test_time_is_kept_also_where_one_pass_would_take_longer():
 
 @pytest.mark.parametrize("seconds", [-1, None, "5", float("nan")])
 def test_times_that_are_none_are_refused(seconds):
-    with pytest.raises(ModelError, match="permute_seconds"):
+    with pytest.raises(OptionError, match="permute_seconds"):
         halve.prune(tiny.convnet(), permute=True, permute_seconds=seconds, example=tiny.images())
 
 
@@ -337,7 +337,7 @@ def test_the_reason_why_an_order_stays_is_told():
     model = nn.Sequential(nn.Conv2d(4, 8, 1), nn.Flatten(), nn.Linear(512, 12), nn.Linear(12, 8), nn.Linear(8, 3))
     fixed = halve.prune(model, permute=True, example=tiny.images()).recipe["permute"]["fixed"]
     assert "model's input" in fixed["0"]
-    assert fixed["2"] == "several of its weights in a row belong to one channel"
+    assert fixed["2"] == "several neighbouring weights belong to one channel"
 
 
 def test_a_forward_of_the_users_own_is_captured_as_it_runs():
@@ -370,4 +370,4 @@ def test_half_precision_models_can_be_permuted():
 def test_layouts_differ_from_the_plain_ones_by_their_order_alone(permuted):
     model, masks = permuted
     for choice in select(model).masked:
-        assert plain(masks[choice.name].layout) == choice.layout
+        assert unpermuted(masks[choice.name].layout) == choice.layout

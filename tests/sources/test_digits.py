@@ -69,7 +69,7 @@ def test_the_network_gives_ten_scores_per_image():
 
 
 def test_an_unknown_split_lists_those_that_exist():
-    with pytest.raises(DataError, match="digits:train and digits:test"):
+    with pytest.raises(DataError, match="digits:train or digits:test"):
         digits("validation")
 
 
