@@ -62,22 +62,28 @@ def test_the_middle_is_cropped():
     assert result[0].tolist() == [[1.0, 0.0], [0.0, 0.0]]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_different_sizes_in_a_batch_are_an_error_that_names_the_option(tmp_path, workers):
+def error_of(data):
+    """The message of the error that iterating raises; it keeps no traceback, and so no worker process, alive."""
+    try:
+        list(data.loader)
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+def test_different_sizes_in_a_batch_are_an_error_that_names_the_option(tmp_path):
     for i, size in enumerate([(8, 8), (9, 8)]):
         (tmp_path / f"{i}.png").write_bytes(encoded(i, size))
-    with pytest.raises(DataError, match=r"different sizes: \(3, 8, 8\), \(3, 8, 9\); --size N") as raised:
-        list(load_data(str(tmp_path), workers=workers).loader)
-    assert "Traceback" not in str(raised.value)
-    assert len(list(load_data(str(tmp_path), Preprocessing(size=8), workers=workers).loader)) == 1
+    assert "different sizes: (3, 8, 8), (3, 8, 9); --size N" in error_of(load_data(str(tmp_path)))
+    assert len(list(load_data(str(tmp_path), Preprocessing(size=8)).loader)) == 1
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_broken_picture_is_named_without_a_traceback(tmp_path, workers):
     (tmp_path / "broken.png").write_bytes(b"no picture")
-    with pytest.raises(DataError, match=r"broken\.png is not a readable image") as raised:
-        list(load_data(str(tmp_path), workers=workers).loader)
-    assert "Traceback" not in str(raised.value)
+    message = error_of(load_data(str(tmp_path), workers=workers))
+    assert "broken.png is not a readable image" in message
+    assert "Traceback" not in message
 
 
 def test_worker_processes_give_the_same_batches(folder):
