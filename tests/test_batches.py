@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torchvision.models import VisionTransformer
 
-from halve.batches import images_of, iterate, labels_of, main_output, run, to_device
+from halve.batches import images_of, iterate, labels_of, main_output, reiterable, run, to_device, tracked
 from halve.errors import DataError, ModelError
 
 IMAGES = torch.arange(24.0).reshape(2, 12)
@@ -205,3 +205,21 @@ def test_an_error_inside_forward_is_a_data_error():
 def test_running_out_of_memory_is_not_blamed_on_the_data():
     with pytest.raises(torch.OutOfMemoryError):
         run(Raising(torch.OutOfMemoryError("full")), IMAGES)
+
+
+def test_an_iterator_becomes_a_list_and_anything_else_stays():
+    batches = [torch.zeros(2, 3)]
+    assert reiterable(iter(batches)) == batches
+    assert reiterable(batches) is batches
+
+
+def test_items_pass_through_the_progress_display_if_there_is_one():
+    seen = []
+
+    def progress(items, what):
+        seen.append(what)
+        return reversed(items)
+
+    assert list(tracked([1, 2], None, "layers")) == [1, 2]
+    assert list(tracked([1, 2], progress, "layers")) == [2, 1]
+    assert seen == ["layers"]

@@ -15,6 +15,7 @@ import torch
 
 from halve.errors import FileError, HalveError
 from halve.masks import storage
+from tests.masks.damage import flipped
 from tests.random_masks import random
 from tests.untouched import same_bits
 
@@ -286,11 +287,7 @@ def test_anything_appended_is_refused(path):
 
 
 def test_every_flipped_bit_is_refused(path):
-    whole = path.read_bytes()
-    positions = np.random.default_rng(0).choice(len(whole) * 8, 600, replace=False)
-    for bit in [*range(64), *positions.tolist()]:
-        damaged = bytearray(whole)
-        damaged[bit // 8] ^= 1 << bit % 8
+    for damaged in flipped(path.read_bytes(), 600, first=64):
         path.write_bytes(damaged)
         with pytest.raises(FileError):
             read(path)

@@ -166,10 +166,9 @@ def test_a_function_may_be_any_callable_and_score_with_gradients_or_integers():
     assert halve.prune(model, Ranks()).recipe["score"] == "function"
 
 
-@pytest.mark.parametrize("score", ["wanda2", "", None, ["magnitude"]])
-def test_an_unknown_score_is_refused_with_the_known_ones(score):
-    with pytest.raises(OptionError, match="magnitude, wanda, reconstruct, random"):
-        halve.prune(network(), score)
+def test_an_unknown_score_is_refused_with_the_known_ones():
+    with pytest.raises(OptionError, match="unknown score 'wanda2'; use magnitude, wanda, reconstruct, random"):
+        halve.prune(network(), "wanda2")
 
 
 def test_what_needs_data_says_so_before_any_work():

@@ -1,0 +1,20 @@
+"""Damaged versions of a file."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+
+def flipped(content: bytes, count: int, first: int = 0) -> Iterator[bytes]:
+    """The content with one bit flipped: each of the `first` bits, and `count` random ones."""
+    chosen = np.random.default_rng(0).choice(len(content) * 8, count, replace=False)
+    for bit in [*range(first), *chosen.tolist()]:
+        damaged = bytearray(content)
+        damaged[bit // 8] ^= 1 << bit % 8
+        yield bytes(damaged)
+
+
+def truncated(content: bytes, step: int) -> Iterator[bytes]:
+    """Beginnings of the content, `step` bytes apart, and all but its last byte."""
+    for length in [*range(0, len(content), step), len(content) - 1]:
+        yield content[:length]
