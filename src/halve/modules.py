@@ -42,6 +42,15 @@ def has_weight(module: nn.Module) -> bool:
     return parametrize.is_parametrized(module, "weight") or getattr(module, "weight", None) is not None
 
 
+def weight_name(layer: str) -> str:
+    """The state-dict name of a layer's weight.
+
+    >>> weight_name("layer1.conv"), weight_name("")  # the model itself is a layer
+    ('layer1.conv.weight', 'weight')
+    """
+    return f"{layer}.weight".lstrip(".")
+
+
 def weight_of(module: nn.Module) -> Tensor:
     """The weight the layer multiplies by, detached.
 

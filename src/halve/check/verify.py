@@ -15,7 +15,7 @@ from halve.masks.layout import Layout, unpermuted
 from halve.masks.mask import Mask, MaskSet
 from halve.masks.moves import fits, moved_back
 from halve.masks.pattern import Pattern
-from halve.modules import weight_of
+from halve.modules import weight_name, weight_of
 from halve.select.select import SelectOptions, select
 
 State = Literal["dense", "masked", "moved", "changed", "unknown"]
@@ -92,7 +92,8 @@ def verify(model: nn.Module, masks: MaskSet | None = None, **selection: Unpack[S
             raise OptionError(f"verify accepts masks or options of select, not both; got masks and {listed(selection)}")
         weights = check_fit(model, masks)
         updates = updates_of(weights, masks)
-        moves = {name: masks.moves.get(f"{name}.weight".lstrip("."), {}) for name in masks}
+        all_moves = masks.moves
+        moves = {name: all_moves.get(weight_name(name), {}) for name in masks}
         moved = {name for name in updates if is_moved(weights[name], masks[name], moves[name])}
         checks = []
         for name, mask in masks.items():

@@ -18,6 +18,7 @@ from halve.masks.file import header_of, masks_from, tensors_of
 from halve.masks.layout import Layout
 from halve.masks.mask import Mask, MaskSet
 from halve.masks.pattern import Pattern
+from halve.modules import weight_name
 
 FORMAT = storage.Format("halve.packed", 1, "packed checkpoint", "'halve pack'")
 SUFFIX = ".packed.safetensors"
@@ -134,8 +135,7 @@ def unpack(path: str | Path) -> Unpacked:
     masks = masks_from(path, header, tensors, codes)
     try:
         state = {
-            f"{name}.weight".lstrip("."): _weight(mask, kept[name], tensors.pop(f"values:{name}"))
-            for name, mask in masks.items()
+            weight_name(name): _weight(mask, kept[name], tensors.pop(f"values:{name}")) for name, mask in masks.items()
         }
         more = {key.removeprefix("tensor:"): tensors.pop(key) for key in list(tensors) if key.startswith("tensor:")}
         aliases = header["aliases"]

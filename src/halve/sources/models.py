@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from halve.errors import SourceError, listed
+from halve.errors import SourceError, first_line, listed
 from halve.sources.weights import load_weights_
 
 Preprocess = Callable[[Any], Any]
@@ -112,7 +112,7 @@ def _from_file(spec: str, path: Path, attribute: str) -> Source:
         try:
             loader.loader.exec_module(module)
         except (Exception, SystemExit) as error:  # user code may raise anything
-            raise SourceError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+            raise SourceError(f"{path} cannot be imported: {first_line(error)}") from error
         builder = getattr(module, attribute, None)
         if not callable(builder):
             names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
@@ -143,7 +143,7 @@ def _build(spec: str, builder: Callable[[], Any], named: bool = False) -> Any:
         SystemExit,
     ) as error:  # libraries and user code may raise anything
         hint = "; if it cannot be downloaded, pass --weights FILE" if named else ""
-        raise SourceError(f"{spec} cannot be built: {type(error).__name__}: {error}{hint}") from error
+        raise SourceError(f"{spec} cannot be built: {first_line(error)}{hint}") from error
 
 
 def _unknown(what: str, name: str, known: Iterable[str]) -> SourceError:
