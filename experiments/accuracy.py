@@ -132,9 +132,7 @@ def main() -> None:
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--minutes", type=float, help="time budget of halve.learn (default: its own)")
     parser.add_argument("--options", type=json.loads, default={}, help="more options of halve.learn, as JSON")
-    parser.add_argument(
-        "--held-out", action="store_true", help="measure on held-out training images, and record nothing"
-    )
+    parser.add_argument("--held-out", action="store_true", help="measure on held-out training images; record nothing")
     parser.add_argument("--note", default="", help="what else ran on the device at the same time")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
