@@ -205,7 +205,7 @@ def swin():
 @pytest.mark.parametrize(
     "build",
     [
-        *(resnext, densenet, swin, models.mobilenet_v3_small, models.regnet_y_400mf),
+        *(resnext, densenet, swin, models.mobilenet_v3_small),
         *(models.shufflenet_v2_x0_5, models.squeezenet1_1),
     ],
     ids=lambda build: build.__name__,

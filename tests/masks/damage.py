@@ -1,8 +1,11 @@
-"""Damaged versions of a file."""
+"""Files that are damaged by chance or on purpose."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import numpy as np
+
+from halve.errors import FileError
 
 
 def flipped(content: bytes, count: int, first: int = 0) -> Iterator[bytes]:
@@ -18,3 +21,17 @@ def truncated(content: bytes, step: int) -> Iterator[bytes]:
     """Beginnings of the content, `step` bytes apart, and all but its last byte."""
     for length in [*range(0, len(content), step), len(content) - 1]:
         yield content[:length]
+
+
+def accepted(attacks: Mapping[str, Any], craft: Callable[[Any], Any], read: Callable[[Any], Any]) -> list[str]:
+    """Names of the attacks whose crafted files `read` does not refuse as damaged."""
+    wrong = []
+    for name, attack in attacks.items():
+        path = craft(attack)
+        try:
+            read(path)
+        except FileError as error:
+            if "damaged" in str(error):
+                continue
+        wrong.append(name)
+    return wrong

@@ -1,9 +1,8 @@
 import copy
 import json
 import os
-import subprocess
-import sys
-import textwrap
+import re
+from pathlib import Path
 
 import pytest
 import safetensors.torch
@@ -20,7 +19,7 @@ from halve.masks.file import FORMAT, SUFFIX, header_of, load, save, tensors_of
 from halve.masks.layout import Layout
 from halve.masks.mask import MaskSet
 from halve.masks.pattern import Pattern
-from tests.masks.damage import flipped, truncated
+from tests.masks.damage import accepted, flipped, truncated
 from tests.random_masks import PATTERNS, a_mask, masks, random
 
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -279,11 +278,8 @@ ATTACKS = {
 }
 
 
-@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
-def test_crafted_files_with_a_fitting_checksum_are_refused(tmp_path, attack):
-    path = write(tmp_path / "x", attack)
-    with pytest.raises(FileError, match="damaged"):
-        load(path)
+def test_crafted_files_with_a_fitting_checksum_are_refused(tmp_path):
+    assert accepted(ATTACKS, lambda attack: write(tmp_path / "x", attack), load) == []
 
 
 def test_the_refusal_names_file_and_layer(tmp_path):
@@ -297,21 +293,14 @@ def test_a_small_file_takes_little_memory(tmp_path):
     entry |= {"kind": "conv", "shape": [800, 1, 400], "pattern": "256:256", "pad": True}
     codes = torch.zeros(800 * 400 // 8, dtype=torch.uint8)
     path = storage.write(tmp_path / "x", FORMAT, {"layers": {"layer": entry}, "recipe": {}}, {"codes:layer": codes})
-    code = """
-        import re, sys
-        from pathlib import Path
-        import halve
-        def peak():
-            return 1024 * int(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1])
-        halve.load(sys.argv[1])
-        before = peak()
-        halve.load(sys.argv[2])
-        print(peak() - before)
-        """
-    command = [sys.executable, "-B", "-c", textwrap.dedent(code), small_set().save(tmp_path / "small"), path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 500 * path.stat().st_size
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    before = peak_bytes()
+    load(path)
+    assert peak_bytes() - before < 500 * path.stat().st_size
+
+
+def peak_bytes():
+    return 1024 * int(re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[1])
 
 
 def test_loading_shares_nothing_between_two_reads(path):

@@ -12,7 +12,7 @@ from halve.masks import storage
 from halve.masks.layout import Layout
 from halve.masks.mask import MaskSet
 from halve.masks.packed import FORMAT, pack, unpack
-from tests.masks.damage import flipped, truncated
+from tests.masks.damage import accepted, flipped, truncated
 from tests.random_masks import a_mask, masks_for, random
 from tests.untouched import same_bits, untouched
 
@@ -261,11 +261,8 @@ def test_the_indices_lie_in_the_file_as_documented(tmp_path):
     assert tensors["values:0"].tolist() == [[[4, 3]], [[3, 4]]]
 
 
-@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
-def test_crafted_files_with_a_fitting_checksum_are_refused(tmp_path, attack):
-    path = craft(tmp_path, attack)
-    with pytest.raises(FileError, match="damaged"):
-        unpack(path)
+def test_crafted_files_with_a_fitting_checksum_are_refused(tmp_path):
+    assert accepted(ATTACKS, lambda attack: craft(tmp_path, attack), unpack) == []
 
 
 def test_indices_beyond_the_block_are_refused(tmp_path):

@@ -54,6 +54,13 @@ def seeded():
 
 
 @pytest.fixture(scope="module")
+def small():
+    """A smaller network, its images and masks."""
+    model, images = tiny.convnet(), tiny.images()
+    return model, images, halve.prune(model, permute=True, example=images)
+
+
+@pytest.fixture(scope="module")
 def permuted():
     model = residual()
     with untouched(model):
@@ -170,9 +177,8 @@ def test_learning_in_permuted_order():
         torch.testing.assert_close(moved(images), halve.apply(model, masks)(images), rtol=1e-5, atol=1e-5)
 
 
-def test_learning_goes_on_in_the_order_of_the_masks_to_start_from():
-    model, images = tiny.convnet(), tiny.images()
-    start = halve.prune(model, permute=True, example=images)
+def test_learning_goes_on_in_the_order_of_the_masks_to_start_from(small):
+    model, images, start = small
     masks = halve.learn(model, images, steps=1, lr=1e-9, start=start)
     assert masks.moves == start.moves
     assert [mask.layout for mask in masks.values()] == [mask.layout for mask in start.values()]
@@ -189,9 +195,8 @@ def test_a_run_in_another_order_is_not_resumed(tmp_path):
         halve.learn(model, images, steps=2, checkpoint=state, resume=True, permute=True)
 
 
-def test_layers_left_dense_keep_the_moves():
-    model, images = tiny.convnet(), tiny.images()
-    masks = halve.prune(model, permute=True, example=images)
+def test_layers_left_dense_keep_the_moves(small):
+    model, images, masks = small
     fewer = masks.without(["8"])
     assert list(fewer) == ["0", "3"]
     moved = halve.apply(model, fewer, permute=True)
@@ -206,9 +211,9 @@ def test_masks_in_the_checkpoints_own_order_need_no_moves():
     assert all(torch.equal(a, b) for a, b in zip(plain_copy.parameters(), moved.parameters(), strict=True))
 
 
-def test_an_order_without_its_moves_cannot_be_made():
-    model = tiny.convnet()
-    masks = MaskSet(dict(halve.prune(model, permute=True, example=tiny.images())))
+def test_an_order_without_its_moves_cannot_be_made(small):
+    model, _, masks = small
+    masks = MaskSet(dict(masks))
     assert halve.verify(halve.apply(model, masks), masks).ok
     with pytest.raises(MaskError, match="does not say how to move the channels"):
         halve.apply(model, masks, permute=True)

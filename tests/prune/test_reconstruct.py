@@ -124,28 +124,29 @@ def test_pruning_by_reconstruction_beats_magnitude_and_wanda_and_touches_nothing
     assert errors["reconstruct"] < 0.9 * min(errors["magnitude"], errors["wanda"])
 
 
+@pytest.fixture(scope="module")
 def deep():
     torch.manual_seed(0)
     layers = [(nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()) for _ in range(8)]
     model = nn.Sequential(*(layer for three in layers for layer in three))
     for _ in range(20):
-        model(random(64, 16, 6, 6))
+        model(random(32, 16, 6, 6))
     return model.eval()
 
 
-def test_frozen_batchnorm_gets_outputs_that_are_as_strong_as_before(monkeypatch):
-    model, x = deep(), random(64, 16, 6, 6, seed=1)
+def test_frozen_batchnorm_gets_outputs_that_are_as_strong_as_before(deep, monkeypatch):
+    model, x = deep, random(64, 16, 6, 6, seed=1)
     strengths = []
     for gain in (0.0, module.GAIN):
         monkeypatch.setattr(module, "GAIN", gain)
-        masked = halve.apply(model, halve.prune(model, "reconstruct", random(256, 16, 6, 6).split(16), also="*"))
+        masked = halve.apply(model, halve.prune(model, "reconstruct", random(128, 16, 6, 6).split(32), also="*"))
         with torch.no_grad():
             strengths.append(float(masked(x).std() / model(x).std()))
     assert abs(strengths[1] - 1) < 0.6 * abs(strengths[0] - 1)
 
 
-def test_masks_for_recalibrated_statistics_change_the_centred_outputs_least():
-    model, x = deep(), random(256, 16, 6, 6).split(16)
+def test_masks_for_recalibrated_statistics_change_the_centred_outputs_least(deep):
+    model, x = deep, random(128, 16, 6, 6).split(32)
     there = halve.prune(model, "reconstruct", x, recalibrate=True, also="*")
     other = halve.recalibrate(model, halve.prune(model, "reconstruct", x, also="*"), x)
     assert there.statistics
