@@ -1,11 +1,11 @@
-"""What 2:4 masks cost on real checkpoints: magnitude, permuted, the paper's recipe, and the defaults of `halve.learn`.
+"""Accuracy of 2:4 masks on real checkpoints: magnitude, permuted, the paper's recipe, and `halve.learn`.
 
     python experiments/accuracy.py ASSETS --network cifar_resnet20 [--methods halve ...] [--seeds 0 1 2] [--device cuda]
 
-ASSETS is laid out as for one_shot.py, with tiny200_train/ beside. Masks are learned from training images alone; weights
-and BatchNorm statistics are compared bit for bit before and after. The evaluation images are looked at once, at the
-end: settings are chosen with --held-back, which learns without a part of the training images and measures on that part.
-Writes experiments/results/accuracy.json, one record per measurement.
+ASSETS has the layout of one_shot.py, plus tiny200_train/. Masks are learned from training images only; weights and
+BatchNorm statistics are compared bit for bit before and after. The evaluation images are used once, at the end. To
+choose settings, use --held-out, which learns without a part of the training images and measures on that part.
+Writes one record per measurement to experiments/results/accuracy.json.
 """
 
 import argparse
@@ -32,16 +32,16 @@ from halve.sources.models import load_model
 
 RESULTS = Path(__file__).parent / "results" / "accuracy.json"
 LEARNING = tuple(field.name for field in dataclasses.fields(Settings))
-SETTINGS = ("steps_done", "replayed", "preset", *LEARNING, "selection", "permute")  # of a mask's recipe
+SETTINGS = ("steps_done", "replayed", "preset", *LEARNING, "selection", "permute")  # recipe entries to record
 METHODS = ("dense", "magnitude", "magnitude_permuted", "paper", "halve", "halve_recalibrated")
 
 
 class Network(NamedTuple):
     checkpoint: str
     train: tuple[str, ...]
-    size: int  # of the images that are learned from
+    size: int  # of the training images, in pixels
     batch: int
-    tests: dict[str, tuple[str, str]]  # what is measured: folder, metric
+    tests: dict[str, tuple[str, str]]  # test set name -> folder, metric
 
 
 CIFAR = {"CIFAR-10 test": ("cifar10/test", "top1")}
@@ -57,7 +57,7 @@ NETWORKS = {
 
 
 class Pictures:
-    """Images in memory on a device, in batches of (images, labels), in a new random order for every pass."""
+    """Images on a device, in batches of (images, labels); with a seed, reshuffled for every pass."""
 
     def __init__(self, pixels: Tensor, labels: Tensor, batch: int, seed: int | None = None) -> None:
         self.pixels, self.labels, self.batch, self.seed = pixels, labels, batch, seed
@@ -88,7 +88,7 @@ def decoded(file: Path, size: int | None) -> np.ndarray:
 
 
 def load(assets: Path, folders: tuple[str, ...], size: int | None, batch: int, device: str) -> Pictures:
-    """All images of some folders of classes; labels count the classes as the network does."""
+    """Load all images of some class folders; labels are the network's outputs."""
     files = sorted(file for folder in folders for file in (assets / folder).glob("*/*") if file.is_file())
     wnids = (assets / "imagenet_wnids.txt").read_text().split()
     names = wnids if files[0].parent.name in wnids else sorted({file.parent.name for file in files})
@@ -99,16 +99,16 @@ def load(assets: Path, folders: tuple[str, ...], size: int | None, batch: int, d
     return Pictures(torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).to(device), labels.to(device), batch)
 
 
-def held_back(pictures: Pictures) -> Tensor:
-    """Every tenth class where there are many, every tenth image where there are few: True for what is held back."""
+def held_out(pictures: Pictures) -> Tensor:
+    """True for held-out images: every tenth class if there are many classes, otherwise every tenth image."""
     classes = pictures.labels.unique()
     if len(classes) > 50:
         return torch.isin(pictures.labels, classes[5::10])
     return torch.arange(len(pictures.labels), device=pictures.labels.device) % 10 == 0
 
 
-def found(model: nn.Module, method: str, train: Pictures, seed: int, options: dict[str, Any]) -> halve.MaskSet:
-    """The masks of one method."""
+def masks_by(model: nn.Module, method: str, train: Pictures, seed: int, options: dict[str, Any]) -> halve.MaskSet:
+    """The masks that one method finds."""
     if method == "dense":
         return halve.MaskSet({})
     if method.startswith("magnitude"):
@@ -130,10 +130,10 @@ def main() -> None:
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--minutes", type=float, help="for learning; what halve.learn does by itself if not given")
-    parser.add_argument("--options", type=json.loads, default={}, help="of halve.learn, as JSON, to try others")
-    parser.add_argument("--held-back", action="store_true", help="choose settings: print, and record nothing")
-    parser.add_argument("--note", default="", help="what else ran on the same device")
+    parser.add_argument("--minutes", type=float, help="time budget of halve.learn (default: its own)")
+    parser.add_argument("--options", type=json.loads, default={}, help="more options of halve.learn, as JSON")
+    parser.add_argument("--held-out", action="store_true", help="measure on held-out training images; record nothing")
+    parser.add_argument("--note", default="", help="what else ran on the device at the same time")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     network = NETWORKS[options.network]
@@ -143,10 +143,10 @@ def main() -> None:
     everything = load(options.assets, network.train, network.size, network.batch, options.device)
     tests: dict[str, tuple[Pictures, str]]
     kept = torch.ones_like(everything.labels, dtype=torch.bool)
-    if options.held_back:
-        kept = ~held_back(everything)
-        back = everything.part(~kept, None)
-        tests = {"held back": (back, "agreement"), "held back, KL": (back, "kl")}
+    if options.held_out:
+        kept = ~held_out(everything)
+        rest = everything.part(~kept, None)
+        tests = {"held out": (rest, "agreement"), "held out, KL": (rest, "kl")}
     else:
         tests = {
             what: (load(options.assets, (folder,), None, 250, options.device), metric)
@@ -158,16 +158,16 @@ def main() -> None:
         masks = halve.MaskSet({})
         for method in options.methods:
             train = everything.part(kept, seed)
-            chance = method in ("paper", "halve", "halve_recalibrated")
-            if not chance and seed != options.seeds[0]:
+            seeded = method in ("paper", "halve", "halve_recalibrated")
+            if not seeded and seed != options.seeds[0]:
                 continue
             started = time.perf_counter()
             seconds = 0.0
             if method == "halve_recalibrated" and len(masks):
-                seconds = records[-1]["seconds"]  # learning counts
+                seconds = records[-1]["seconds"]  # includes learning
                 masks = halve.recalibrate(model, masks, [batch for batch, _ in zip(train, range(16), strict=False)])
             else:
-                masks = found(model, method.removesuffix("_recalibrated"), train, seed, learning)
+                masks = masks_by(model, method.removesuffix("_recalibrated"), train, seed, learning)
             seconds += time.perf_counter() - started
             assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
             assert not len(masks) or halve.verify(halve.apply(model, masks), masks).ok
@@ -180,7 +180,7 @@ def main() -> None:
                         "method": method,
                         "pattern": "2:4" if len(masks) else "dense",
                         "value": measured(model, masks, data, metric),
-                        "seed": seed if chance else None,
+                        "seed": seed if seeded else None,
                         "seconds": round(seconds, 1),
                         "settings": {key: masks.recipe[key] for key in SETTINGS if key in masks.recipe}
                         | {"batch": network.batch, "size": network.size, "options": learning},
@@ -192,12 +192,12 @@ def main() -> None:
                 )
                 row = [records[-1][key] for key in ("network", "data", "metric", "method", "seed", "value", "seconds")]
                 print(*row, records[-1]["settings"], flush=True)
-        if not options.held_back:
-            write(options.out, records)  # after each seed: a run that is cut short keeps what it has
+        if not options.held_out:
+            write(options.out, records)  # after each seed, so that an interrupted run keeps its results
 
 
 def write(path: Path, records: list[dict[str, Any]]) -> None:
-    """Replace what was measured before of the same kind."""
+    """Write the records, replacing earlier ones of the same measurements."""
     keys = ("network", "data", "metric", "method", "seed")
     new = {tuple(record[key] for key in keys) for record in records}
     old = json.loads(path.read_text()) if path.exists() else []

@@ -1,11 +1,11 @@
-"""One-shot masks on real checkpoints, the figures of the README: every score, some permuted, and recalibrated.
+"""Accuracy of one-shot masks on real checkpoints: all scores, some permuted, with and without recalibration.
 
     python experiments/one_shot.py ASSETS [--networks cifar_resnet20 ...] [--methods magnitude ...] [--device cpu]
 
-ASSETS holds the checkpoints and photos:
+ASSETS has the checkpoints and photos:
     zoo.py, cifar10_resnet20.safetensors, cifar10_resnet56.safetensors, resnet50_v1_imagenet.safetensors,
     cifar10/{train,test}/CLASS/*.png, in20_train/, in20_val_dev/, in1000_dev/ (WNID folders), imagenet_wnids.txt
-Statistics and inputs are measured on training images only. Writes experiments/results/one_shot.json.
+Statistics are measured on training images only. Writes experiments/results/one_shot.json.
 """
 
 import argparse
@@ -44,19 +44,19 @@ METHODS = {  # score, permute
 
 
 def measure(network: str, methods: list[str], assets: Path, device: str) -> list[dict[str, object]]:
-    """Some methods on one network, one record per method and data set."""
+    """Measure some methods on one network; returns one record per method and test set."""
     checkpoint, learn_from, tests = NETWORKS[network]
     model = load_model(f"{assets / 'zoo.py'}:{network}", assets / f"{checkpoint}.safetensors").model.to(device)
     limit = CALIBRATION_IMAGES[network]
     images = load_data(str(assets / learn_from), Preprocessing(), batch_size=128, limit=limit, shuffle=True).loader
-    images = list(images)  # the same for all, and decoded once
+    images = list(images)  # the same for all methods, and decoded once
     found = {}
     for method in track(methods, f"{network}: masks"):
         score, permute = METHODS[method]
         started = time.perf_counter()
         masks = halve.prune(model, score, images, permute=permute)
         found[method] = masks, time.perf_counter() - started
-        if score == "reconstruct":  # chooses otherwise where statistics will be measured
+        if score == "reconstruct":  # chooses other masks if statistics will be recalibrated
             started = time.perf_counter()
             masks = halve.prune(model, score, images, permute=permute, recalibrate=True)
             found[f"{method}_recalibrated"] = masks, time.perf_counter() - started
@@ -90,11 +90,11 @@ def measure(network: str, methods: list[str], assets: Path, device: str) -> list
 
 
 def kept_magnitude(model: torch.nn.Module, masks: halve.MaskSet) -> float:
-    """The share of the masked layers' magnitudes that is kept."""
+    """Share of the masked layers' total magnitude that is kept."""
     kept = total = 0.0
     for name, mask in masks.items():
         weight = model.get_submodule(name).weight.detach()
-        kept, total = kept + float(mask.put_on(weight).abs().sum()), total + float(weight.abs().sum())
+        kept, total = kept + float(mask.apply_to(weight).abs().sum()), total + float(weight.abs().sum())
     return kept / total
 
 

@@ -1,4 +1,4 @@
-"""Write the tables of README and docs from the recorded results; a test fails when they differ.
+"""Write the tables in README and docs from the recorded results. A test checks that they are up to date.
 
 python experiments/tables.py
 """
@@ -29,7 +29,7 @@ METRICS = {"top1": "top-1", "agreement": "agreement"}
 
 
 def one_shot() -> str:
-    """For each one-shot method what it keeps and what it is worth, as it is and recalibrated."""
+    """One-shot methods: share of magnitude kept, and accuracy without and with recalibration."""
     records = json.loads((ROOT / "experiments/results/one_shot.json").read_text())
     found = {(r["network"], r["data"], r["method"]): r for r in records}
     columns = list(dict.fromkeys((r["network"], r["data"]) for r in records))
@@ -38,7 +38,7 @@ def one_shot() -> str:
     networks = ", ".join(dict.fromkeys(NAMES[network] for network, _ in columns))
     dense = [1.0 if metrics[d] == "agreement" else found[n, d, "magnitude"]["dense_top1"] for n, d in columns]
     lines = [
-        f"| % as it is / recalibrated | magnitude kept: {networks} | {' | '.join(heads)} |",
+        f"| %, without / with recalibration | magnitude kept: {networks} | {' | '.join(heads)} |",
         "|---" * (len(heads) + 2) + "|",
         f"| dense | 100 | {' | '.join(f'{100 * value:.1f}' for value in dense)} |",
     ]
@@ -51,12 +51,12 @@ def one_shot() -> str:
         lines.append(f"| {name} | {', '.join(kept.values())} | {' | '.join(cells)} |")
     counts = dict.fromkeys(f"{NAMES[r['network']]} {r['calibration_images']:,}" for r in records)
     hardware = sorted({f"{r['hardware']} (torch {r['versions']['torch']})" for r in records})
-    lines += ["", f"Training images that were looked at: {', '.join(counts)}. Measured on {'; '.join(hardware)}."]
+    lines += ["", f"Calibration images: {', '.join(counts)}. Measured on {'; '.join(hardware)}."]
     return "\n".join(lines)
 
 
 def accuracy() -> str:
-    """What learned masks are worth: mean over seeds, and from the lowest to the highest."""
+    """Accuracy of learned masks: mean over seeds, lowest and highest."""
     records = json.loads((ROOT / "experiments/results/accuracy.json").read_text())
     methods = [method for method in METHODS if any(r["method"] == method for r in records)]
     lines = [f"| % | {' | '.join(METHODS[method] for method in methods)} |", "|---" * (len(methods) + 1) + "|"]
@@ -79,7 +79,7 @@ def accuracy() -> str:
 
 
 def learn_gpu() -> str:
-    """One learning step on a GPU against its peers."""
+    """Time of a learning step on a GPU, compared with its peers."""
     record = json.loads((ROOT / "benchmarks/results/learn_gpu.json").read_text())
     ms = record["median_ms"]
     lines = [
@@ -165,14 +165,14 @@ TABLES = {
 
 
 def written(name: str) -> tuple[Path, str, str]:
-    """The file that holds a table, its text now, and its text with the table as it should be."""
+    """The file of a table, its current text, and its text with the table up to date."""
     path, table = TABLES[name]
     text = path.read_text()
     begin = f"<!-- {name}: begin (written by experiments/tables.py) -->\n"
     before, _, rest = text.partition(begin)
     _, end, after = rest.partition(f"<!-- {name}: end -->")
     if not end:
-        raise SystemExit(f"{path} has no place for the table {name}")
+        raise SystemExit(f"{path} has no markers for the table {name}")
     return path, text, f"{before}{begin}{table()}\n{end}{after}"
 
 

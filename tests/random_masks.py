@@ -1,4 +1,4 @@
-"""Random patterns, layouts and masks for the tests, and masks for a model that need no selection."""
+"""Random patterns, layouts and masks, and masks for a model without selection."""
 
 import itertools
 from typing import Any
@@ -17,19 +17,19 @@ PATTERNS = ("1:1", "1:2", "2:3", "2:4", "1:4", "4:4", "4:8", "8:16", "1:32")
 
 
 def random(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Normal numbers that depend on the seed alone."""
+    """Normally distributed numbers, determined by the seed."""
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def a_mask(pattern: str, layout: Layout, seed: int = 0) -> Mask:
-    """A legal mask with random choices, and the fingerprint of a random weight."""
+    """A random legal mask with the fingerprint of a random weight."""
     weight = random(*layout.shape, seed=seed)
     mask = Mask.from_scores(Pattern(pattern), layout, weight.abs())
-    return Mask(mask.pattern, layout, mask.codes, Fingerprint.of(weight, mask.put_on(weight)))
+    return Mask(mask.pattern, layout, mask.codes, Fingerprint.of(weight, mask.apply_to(weight)))
 
 
 def masks_for(model: nn.Module, *names: str, pattern: str = "2:4", **layout: Any) -> MaskSet:
-    """Masks by magnitude for the named layers."""
+    """Magnitude masks for the named layers."""
     masks = {}
     for name in names:
         module = model.get_submodule(name)
@@ -37,13 +37,13 @@ def masks_for(model: nn.Module, *names: str, pattern: str = "2:4", **layout: Any
         groups = getattr(module, "groups", 1)
         place = Layout(kind_of(module), tuple(weight.shape), Pattern(pattern).size, groups, **layout)
         mask = Mask.from_scores(Pattern(pattern), place, weight.abs())
-        masks[name] = Mask(mask.pattern, place, mask.codes, Fingerprint.of(weight, mask.put_on(weight)))
+        masks[name] = Mask(mask.pattern, place, mask.codes, Fingerprint.of(weight, mask.apply_to(weight)))
     return MaskSet(masks, recipe={"method": "test"})
 
 
 @st.composite
 def layouts(draw: st.DrawFn, block: int) -> Layout:
-    """Any kind, order, kernel, number of groups, padding and channel order, all small."""
+    """Small layouts of any kind, order, kernel, number of groups, padding and channel order."""
     kind = draw(st.sampled_from(["linear", "conv", "conv_transpose"]))
     groups = 1 if kind == "linear" else draw(st.integers(1, 3))
     kernel = () if kind == "linear" else tuple(draw(st.lists(st.integers(1, 3), min_size=1, max_size=3)))
@@ -62,7 +62,7 @@ def layouts(draw: st.DrawFn, block: int) -> Layout:
 
 @st.composite
 def masks(draw: st.DrawFn) -> Mask:
-    """A legal mask of any pattern in any layout, with or without fingerprint."""
+    """Legal masks of any pattern and layout, with or without fingerprint."""
     pattern = draw(st.sampled_from(PATTERNS))
     mask = a_mask(pattern, draw(layouts(Pattern(pattern).size)), draw(st.integers(0, 99)))
     shared = tuple(draw(st.lists(st.sampled_from(["a", "b.c", "ä:ö"]), max_size=2)))

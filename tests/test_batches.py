@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torchvision.models import VisionTransformer
 
-from halve.batches import images_of, iterate, labels_of, main_output, run, to_device
+from halve.batches import images_of, iterate, labels_of, main_output, reiterable, run, to_device, tracked
 from halve.errors import DataError, ModelError
 
 IMAGES = torch.arange(24.0).reshape(2, 12)
@@ -92,7 +92,7 @@ def test_images_are_found_in_every_customary_batch(batch):
         ({"picture": IMAGES, "name": 1}, r"'picture', 'name'"),
         ((), "tuple"),
         ("file.jpg", "str"),
-        ([["a"], ["b"]], "list, not a tensor"),
+        ([["a"], ["b"]], "must be a tensor, got list"),
         (torch.zeros(2, 3, dtype=torch.uint8), "uint8.*normalise"),
         (torch.zeros(3), r"\(3,\)"),
         (torch.zeros(0, 3, 8, 8), r"\(0, 3, 8, 8\)"),
@@ -185,7 +185,7 @@ def test_forward_gets_the_whole_batch_in_the_models_dtype():
 
 
 def test_images_that_do_not_fit_are_a_data_error_that_names_model_and_shape():
-    with pytest.raises(DataError, match=r"Conv2d cannot run on images of shape \(2, 5, 8, 8\).*forward="):
+    with pytest.raises(DataError, match=r"Conv2d failed on images of shape \(2, 5, 8, 8\).*forward="):
         run(nn.Conv2d(3, 8, 3), torch.zeros(2, 5, 8, 8))
 
 
@@ -205,3 +205,21 @@ def test_an_error_inside_forward_is_a_data_error():
 def test_running_out_of_memory_is_not_blamed_on_the_data():
     with pytest.raises(torch.OutOfMemoryError):
         run(Raising(torch.OutOfMemoryError("full")), IMAGES)
+
+
+def test_an_iterator_becomes_a_list_and_anything_else_stays():
+    batches = [torch.zeros(2, 3)]
+    assert reiterable(iter(batches)) == batches
+    assert reiterable(batches) is batches
+
+
+def test_items_pass_through_the_progress_display_if_there_is_one():
+    seen = []
+
+    def progress(items, what):
+        seen.append(what)
+        return reversed(items)
+
+    assert list(tracked([1, 2], None, "layers")) == [1, 2]
+    assert list(tracked([1, 2], progress, "layers")) == [2, 1]
+    assert seen == ["layers"]

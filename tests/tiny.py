@@ -1,4 +1,4 @@
-"""Small networks and data for the tests of learning: a step takes a millisecond or two."""
+"""A small network and data for it: a learning step takes a millisecond or two."""
 
 import torch
 from torch import Tensor, nn
@@ -6,7 +6,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 def convnet(seed: int = 0) -> nn.Sequential:
-    """Two masked convolutions ("0", "3"), a masked Linear ("8") and a head; BatchNorm with statistics of its own."""
+    """Two masked convolutions ("0", "3"), a masked Linear ("8") and a head; BatchNorm with random statistics."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = nn.Sequential(
@@ -30,16 +30,16 @@ def convnet(seed: int = 0) -> nn.Sequential:
 
 
 def images(count: int = 24, seed: int = 1) -> Tensor:
-    """8x8 images of four channels."""
+    """8x8 images with four channels."""
     return torch.randn(count, 4, 8, 8, generator=torch.Generator().manual_seed(seed))
 
 
 def labels(count: int = 24, classes: int = 5) -> Tensor:
-    """Labels for them."""
+    """Labels for these images."""
     return torch.arange(count) % classes
 
 
 def loader(count: int = 24, batch: int = 6, seed: int = 0) -> DataLoader[tuple[Tensor, Tensor]]:
-    """Shuffled batches with labels, in an order that depends on the seed alone when it is made anew."""
+    """Shuffled batches with labels; a new loader with the same seed yields the same order."""
     data = TensorDataset(images(count), labels(count))
     return DataLoader(data, batch, shuffle=True, generator=torch.Generator().manual_seed(seed))

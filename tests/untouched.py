@@ -1,4 +1,4 @@
-"""`untouched(model)`: whatever runs inside must leave the model as it was, in every respect that can be seen."""
+"""`untouched(model)`: check that a block of code does not change a model in any visible respect."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,7 +11,7 @@ from torch.nn.parameter import is_lazy
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Fails if anything of the model is different afterwards, also when the block raises.
+    """Fail if anything about the model is different afterwards, even if the block raises.
 
     Compared: classes and what they define, modes, hooks, attributes, and for every parameter, buffer (persistent or
     not), gradient and tensor attribute its identity, dtype, device, strides, requires_grad, version and bits.
@@ -27,12 +27,12 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
 
 def bits(tensor: Tensor) -> Tensor:
-    """The bytes of a tensor, a copy."""
+    """A copy of the bytes of a tensor."""
     return tensor.detach().cpu().clone(memory_format=torch.contiguous_format).reshape(-1).view(torch.uint8)
 
 
 def same_bits(one: Tensor, other: Tensor) -> bool:
-    """Same dtype, shape and bits: stricter than torch.equal, which calls 0.0 and -0.0 equal."""
+    """Whether dtype, shape and bits are the same. Stricter than torch.equal, for which 0.0 equals -0.0."""
     return one.dtype == other.dtype and one.shape == other.shape and torch.equal(bits(one), bits(other))
 
 

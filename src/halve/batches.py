@@ -1,7 +1,7 @@
-"""What a batch is, and how a model is run on one.
+"""Batches: where their images and labels are, and how to run a model on one.
 
-A batch may be a tensor, a tuple or list whose first item is the images and whose second the labels, or a dict with
-customary keys (also wrapped in a list of one, as DALI gives it). `forward(model, batch)` takes anything else.
+A batch is a tensor of images, a tuple or list that starts with images and labels, or a dict with common keys (also in a
+list of one, as DALI yields it). A user's `forward(model, batch)` handles anything else.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -15,7 +15,7 @@ from halve.errors import DataError, ModelError
 
 T = TypeVar("T")
 Forward = Callable[[nn.Module, Any], Any]
-# rich.progress.track and tqdm.tqdm both fit: called with an iterable and a description, they give the same items.
+# Called with an iterable and a description, yields the same items: rich.progress.track and tqdm.tqdm both qualify.
 Progress = Callable[[Iterable[Any], str], Iterable[Any]]
 
 _INPUTS = ("image", "images", "pixel_values", "input", "inputs", "data", "x", "img")
@@ -25,7 +25,7 @@ _SPLIT = 64
 
 
 def as_batches(data: Any) -> Iterable[Any]:
-    """The data as something that gives batches; a single tensor is cut into batches of 64.
+    """The data as an iterable of batches. A single tensor is split into batches of 64.
 
     >>> [len(batch) for batch in as_batches(torch.zeros(100, 3, 8, 8))]
     [64, 36]
@@ -33,26 +33,35 @@ def as_batches(data: Any) -> Iterable[Any]:
     if isinstance(data, Tensor):
         return torch.split(data, _SPLIT)
     if not isinstance(data, Iterable):
-        raise DataError(f"data must give batches when iterated over, like a DataLoader; got {type(data).__name__}")
+        raise DataError(f"data must be an iterable of batches, such as a DataLoader; got {type(data).__name__}")
     return data
 
 
+def reiterable(data: Any) -> Any:
+    """The data in a form that can be iterated over more than once: an iterator becomes a list."""
+    return list(data) if isinstance(data, Iterator) else data
+
+
+def tracked(items: Iterable[T], progress: Progress | None, what: str) -> Iterable[T]:
+    """The items, with a progress display if there is one."""
+    return progress(items, what) if progress else items
+
+
 def iterate(data: Any, progress: Progress | None = None, what: str = "batches") -> Iterator[Any]:
-    """The batches of `data`, one after another. Raises `DataError` when there are none."""
-    batches = as_batches(data)
+    """Yield the batches of `data`. Raises `DataError` if there are none."""
     empty = True
-    for batch in progress(batches, what) if progress else batches:
+    for batch in tracked(as_batches(data), progress, what):
         empty = False
         yield batch
     if empty:
         raise DataError(
-            "the data gave no batch: it is empty, or an iterator that was used up before; "
-            "pass something that can be iterated over again, such as a DataLoader or a list"
+            "data has no batches: it is empty, or an iterator that is already exhausted; "
+            "pass an iterable that can be reused, such as a DataLoader or a list"
         )
 
 
 def run(model: nn.Module, batch: Any, forward: Forward | None = None) -> Tensor:
-    """The model's main output on a batch, which is moved to the model's device and dtype first."""
+    """Run the model on a batch, moved to its device and dtype, and return the main output."""
     try:
         if forward is not None:
             return main_output(forward(model, to_device(batch, model)))
@@ -61,10 +70,10 @@ def run(model: nn.Module, batch: Any, forward: Forward | None = None) -> Tensor:
     except (torch.OutOfMemoryError, DataError, ModelError):
         raise
     except (RuntimeError, TypeError, ValueError, LookupError, AssertionError, AttributeError) as error:
-        shape = tuple(images_of(batch).shape) if forward is None else "your forward's batch"
+        what = f"images of shape {tuple(images_of(batch).shape)}" if forward is None else "a batch given to forward="
         raise DataError(
-            f"{type(model).__name__} cannot run on images of shape {shape}: {error}; "
-            f"check size, channels and that no batch has a single image, or pass forward= for an unusual batch"
+            f"{type(model).__name__} failed on {what}: {error}; check the image size, the number of channels and that "
+            f"every batch has at least two images, or pass forward= for unusual batches"
         ) from error
 
 
@@ -75,31 +84,32 @@ def images_of(batch: Any) -> Tensor:
         found = next((batch[key] for key in _INPUTS if key in batch), None)
         if found is None:
             raise DataError(
-                f"a batch is a dict with the keys {list(batch)}; known for images are {_INPUTS}, or pass forward="
+                f"cannot find the images of a batch: it is a dict with the keys {list(batch)}; "
+                f"use one of {_INPUTS}, or pass forward="
             )
         batch = found
     elif isinstance(batch, tuple | list) and batch:
         batch = batch[0]
     if not isinstance(batch, Tensor):
         raise DataError(
-            f"the images of a batch are a {type(batch).__name__}, not a tensor; pass forward= for such batches"
+            f"the images of a batch must be a tensor, got {type(batch).__name__}; pass forward= for such batches"
         )
     if not batch.is_floating_point():
         raise DataError(
-            f"images are {batch.dtype}: convert them to floating point and normalise them as the model expects"
+            f"images must be floating point, got {batch.dtype}: convert and normalise them as the model expects"
         )
     if batch.dim() < 2 or batch.shape[0] == 0:
-        raise DataError(f"images have the shape {tuple(batch.shape)}; the first axis must count the images of a batch")
+        raise DataError(f"images must have shape (batch, ...) with at least one image, got {tuple(batch.shape)}")
     return batch
 
 
 def count_of(batch: Any, output: Tensor, forward: Forward | None) -> int:
-    """How many images a batch held; where only `forward` knows, as many as there are outputs."""
+    """The number of images in a batch. With `forward`, the number of outputs."""
     return len(images_of(batch)) if forward is None else len(output) if output.dim() else 1
 
 
 def labels_of(batch: Any) -> Tensor | None:
-    """The labels of a batch as int64 of shape (n,), None where it has none."""
+    """The labels of a batch as int64 of shape (n,), or None if it has none."""
     batch = _unwrapped(batch)
     labels = None
     if isinstance(batch, Mapping):
@@ -118,7 +128,7 @@ def labels_of(batch: Any) -> Tensor | None:
 
 
 def main_output(result: Any) -> Tensor:
-    """The tensor that a model's result is about: itself, its logits, or the first of several.
+    """The main tensor of a model's result: the result itself, its logits, or the first of several.
 
     >>> main_output({"out": torch.ones(2, 3), "aux": torch.zeros(2, 3)}).sum().item()
     6.0
@@ -133,15 +143,17 @@ def main_output(result: Any) -> Tensor:
                 return result[key]  # type: ignore[no-any-return]
     if isinstance(result, tuple | list) and result and isinstance(result[0], Tensor):
         return result[0]
-    raise ModelError(f"cannot tell which output of the model counts: it gave a {type(result).__name__}; pass forward=")
+    raise ModelError(
+        f"cannot find the main output of the model: it returned a {type(result).__name__}; pass forward= to select it"
+    )
 
 
 def to_device(batch: Any, model: nn.Module) -> Any:
-    """The batch on the model's device, floating tensors in the model's floating dtype."""
+    """The batch on the model's device, with floating-point tensors in the model's dtype."""
     like = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
     if isinstance(batch, Tensor):
         moved = batch.to(like.device, like.dtype if batch.is_floating_point() else None)
-        return moved.clone() if moved.is_inference() else moved  # autograd refuses tensors made in inference mode
+        return moved.clone() if moved.is_inference() else moved  # autograd rejects inference tensors
     if isinstance(batch, Mapping):
         return {key: to_device(value, model) for key, value in batch.items()}
     if isinstance(batch, tuple | list):

@@ -1,30 +1,30 @@
-"""What halve raises. Every message says what, where, what was found, what is allowed and what to do next."""
+"""Exceptions and warnings. A message says what, where, what was found, what is allowed and what to do next."""
 
 from collections.abc import Iterable
 
 
 class HalveError(Exception):
-    """Base of everything that halve raises on purpose; catching it catches all of them.
+    """Base class of all errors that halve raises on purpose.
 
     >>> import halve
     >>> try:
     ...     halve.Pattern("5:4")
     ... except halve.HalveError as error:
     ...     print(error)
-    pattern '5:4' keeps 5 of every 4: N must be from 1 to M, M at most 256
+    pattern '5:4' keeps 5 of every 4 weights: N must be between 1 and M, and M at most 256
     """
 
 
 class PatternError(HalveError, ValueError):
-    """An N:M rule that cannot be used, or codes that break theirs."""
+    """An invalid N:M pattern, or codes that do not match theirs."""
 
 
 class ModelError(HalveError, ValueError):
-    """A model or one of its layers cannot do what was asked."""
+    """A model, or one of its layers, does not support what was asked for."""
 
 
 class OptionError(HalveError, ValueError):
-    """An option with a value that is not allowed, or options that exclude each other."""
+    """An invalid option value, or options that exclude each other."""
 
 
 class MaskError(HalveError, ValueError):
@@ -40,7 +40,7 @@ class DataError(HalveError, ValueError):
 
 
 class SourceError(HalveError, ValueError):
-    """A model or data set that was named and cannot be found or built."""
+    """A model or dataset that cannot be found or built by its name."""
 
 
 class EngineError(HalveError, RuntimeError):
@@ -48,11 +48,11 @@ class EngineError(HalveError, RuntimeError):
 
 
 class EngineWarning(UserWarning):
-    """A network runs dense that could be sparse."""
+    """A network that could run sparse falls back to dense."""
 
 
 class LearningError(HalveError, RuntimeError):
-    """Learning could not go on; `masks` is what was learned until then (None if nothing)."""
+    """Learning stopped early. `masks` holds what was learned so far, or None."""
 
     def __init__(self, message: str, masks: object = None) -> None:
         super().__init__(message)
@@ -60,15 +60,15 @@ class LearningError(HalveError, RuntimeError):
 
 
 class LearningWarning(UserWarning):
-    """Learning ended early, or cannot be repeated to the bit."""
+    """Learning ended early, or is not reproducible bit for bit."""
 
 
 class ChangedWeightsWarning(UserWarning):
-    """Masks were put on weights that are not those they were made for."""
+    """Masks are applied to weights other than those they were made for."""
 
 
 def listed(names: Iterable[object], most: int = 8) -> str:
-    """Names for a message, the long tail counted.
+    """Join names for a message; beyond `most`, only count them.
 
     >>> listed(["a", "b", "c"], most=2)
     'a, b and 1 more'
@@ -79,7 +79,7 @@ def listed(names: Iterable[object], most: int = 8) -> str:
 
 
 def first_line(error: BaseException, most: int = 160) -> str:
-    """An error in one line, for reports: halve's own message, or the type and first line of any other error.
+    """The first line of an error message, preceded by the error's type unless it is one of halve's.
 
     >>> first_line(ValueError("no such layer\\n  at line 3"))
     'ValueError: no such layer'

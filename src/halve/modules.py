@@ -1,6 +1,6 @@
-"""What a layer is: its kind and its weight, also where the weight is computed by a parametrization or a hook.
+"""Layers: their kind and their weight, including weights computed by a parametrization or a hook.
 
-Nothing here writes to the model it is given, except `set_weight_`, which is for copies.
+Only `set_weight_` and `plain_weight_` write to the module they are given. They are meant for copies.
 """
 
 import contextlib
@@ -14,17 +14,18 @@ from torch.nn.utils import parametrize, prune
 from torch.nn.utils.spectral_norm import SpectralNorm, remove_spectral_norm
 from torch.nn.utils.weight_norm import WeightNorm, remove_weight_norm
 
-from halve.errors import ModelError, listed
+from halve.errors import ModelError, first_line, listed
 
 Kind = Literal["linear", "conv", "conv_transpose"]
 KINDS: tuple[Kind, ...] = get_args(Kind)
 
+_WHY_COPY = "halve works on a copy so that your model is never changed"
 _CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 def kind_of(module: nn.Module) -> Kind | None:
-    """'linear', 'conv' or 'conv_transpose'; None for every other module.
+    """'linear', 'conv' or 'conv_transpose'; None for any other module.
 
     >>> kind_of(nn.Conv3d(4, 4, 3)), kind_of(nn.ReLU())
     ('conv', None)
@@ -37,12 +38,25 @@ def kind_of(module: nn.Module) -> Kind | None:
 
 
 def has_weight(module: nn.Module) -> bool:
-    """Whether the layer has a weight, however it comes about; some are built without."""
+    """Whether the layer has a weight, stored or computed. Some layers are built without one."""
     return parametrize.is_parametrized(module, "weight") or getattr(module, "weight", None) is not None
 
 
+def weight_name(layer: str) -> str:
+    """The state-dict name of a layer's weight.
+
+    >>> weight_name("layer1.conv"), weight_name("")  # the model itself is a layer
+    ('layer1.conv.weight', 'weight')
+    """
+    return f"{layer}.weight".lstrip(".")
+
+
 def weight_of(module: nn.Module) -> Tensor:
-    """The weight that the layer multiplies with, detached; reading it moves no buffer (spectral norm would)."""
+    """The weight the layer multiplies by, detached.
+
+    Parametrizations are evaluated in eval mode: in training mode, reading the weight under spectral norm would update
+    its buffers.
+    """
     with torch.no_grad():
         if parametrize.is_parametrized(module, "weight"):
             parts = list(_parametrizations(module).modules())
@@ -69,7 +83,7 @@ def weight_of(module: nn.Module) -> Tensor:
 
 
 def weight_key(module: nn.Module) -> int:
-    """Equal for layers that share one weight."""
+    """A key that is equal for layers that share one weight."""
     if parametrize.is_parametrized(module, "weight"):
         return id(next(_parametrizations(module).parameters()))
     own = {**module._parameters, **module.__dict__}
@@ -77,7 +91,7 @@ def weight_key(module: nn.Module) -> int:
 
 
 def set_weight_(module: nn.Module, value: Tensor) -> None:
-    """Give the layer this plain weight: what computed its weight before is taken off. For copies only."""
+    """Replace the layer's weight by a plain one, removing any parametrization or hook that computed it."""
     trained = None
     if parametrize.is_parametrized(module, "weight"):
         trained = any(p.requires_grad for p in _parametrizations(module).parameters())
@@ -91,7 +105,7 @@ def set_weight_(module: nn.Module, value: Tensor) -> None:
             remove_weight_norm(module)
         else:
             cast(Any, prune).remove(module, "weight")
-    if trained is not None:  # what torch leaves behind is a parameter or a buffer, trained or not, as it comes
+    if trained is not None:  # torch leaves a parameter or a buffer, with or without requires_grad
         del module.weight
         module.register_parameter("weight", nn.Parameter(value.clone(), requires_grad=trained))
         return
@@ -99,8 +113,13 @@ def set_weight_(module: nn.Module, value: Tensor) -> None:
         cast(Tensor, module.weight).copy_(value)
 
 
+def plain_weight_(module: nn.Module) -> None:
+    """Replace a computed weight by its current value, as a plain parameter."""
+    set_weight_(module, weight_of(module))
+
+
 def clone(model: nn.Module) -> nn.Module:
-    """A copy that shares no tensor with the model; ties within it stay ties."""
+    """A deep copy that shares no tensor with the model. Tied parameters stay tied."""
     memo: dict[int, Any] = {}
     for module in model.modules():
         for value in module.__dict__.values():
@@ -110,12 +129,12 @@ def clone(model: nn.Module) -> nn.Module:
         result = copy.deepcopy(model, memo)
     except Exception as error:  # a model may hold anything, and deepcopy raises whatever that raises
         raise ModelError(
-            f"{type(model).__name__} cannot be copied ({type(error).__name__}: {error}); halve works on a copy so that "
-            f"your model stays as it is: take off what copy.deepcopy(model) refuses"
+            f"{type(model).__name__} cannot be copied ({first_line(error)}); {_WHY_COPY}: "
+            f"remove what copy.deepcopy(model) fails on"
         ) from error
     _check_apart(model, result)
     for module in result.modules():
-        if parametrize.is_parametrized(module):  # its class belongs to it alone, and deepcopy shares it
+        if parametrize.is_parametrized(module):  # torch gives it a private class, which deepcopy would share
             kind = type(module)
             body = {key: value for key, value in vars(kind).items() if key not in ("__dict__", "__weakref__")}
             module.__class__ = type(kind.__name__, kind.__bases__, body)
@@ -123,27 +142,26 @@ def clone(model: nn.Module) -> nn.Module:
 
 
 def _check_apart(model: nn.Module, copied: nn.Module) -> None:
-    """Raise where the copy would still run, read or write parts of the model itself."""
+    """Raise if the copy still runs, reads or writes parts of the original."""
     own = {id(module): name for name, module in model.named_modules(remove_duplicate=False)}
     tensors = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
-    what_to_do = "halve works on a copy so that your model stays as it is"
     if shared := [own[id(module)] or type(model).__name__ for module in copied.modules() if id(module) in own]:
         raise ModelError(
-            f"copy.deepcopy of {type(model).__name__} gives parts of the model itself: {listed(shared)}; {what_to_do}"
+            f"copy.deepcopy of {type(model).__name__} returns modules of the original: {listed(shared)}; {_WHY_COPY}"
         )
     if any(id(tensor) in tensors for tensor in (*copied.parameters(), *copied.buffers())):
-        raise ModelError(f"copy.deepcopy of {type(model).__name__} gives its own tensors again; {what_to_do}")
+        raise ModelError(f"copy.deepcopy of {type(model).__name__} returns tensors of the original; {_WHY_COPY}")
     for name, module in model.named_modules():
         for attribute, value in module.__dict__.items():
             if isinstance(value, types.FunctionType) and any(id(part) in own for part in _closed_over(value)):
                 raise ModelError(
-                    f"{name or type(model).__name__}.{attribute} is a function that holds layers of the model; a copy "
-                    f"would run the original's; {what_to_do}: make it a method, or call the layers in forward"
+                    f"{name or type(model).__name__}.{attribute} is a function that holds layers of the model, so a "
+                    f"copy would run the original's layers; {_WHY_COPY}: make it a method, or call them in forward"
                 )
 
 
 def _closed_over(function: types.FunctionType) -> list[Any]:
-    """What a function carries along; bound methods count as what they are bound to."""
+    """Objects that a function holds in its closure and defaults; for bound methods, their instances."""
     cells = []
     for cell in function.__closure__ or ():
         with contextlib.suppress(ValueError):  # an empty cell
@@ -152,19 +170,19 @@ def _closed_over(function: types.FunctionType) -> list[Any]:
     return [getattr(value, "__self__", value) for value in values]
 
 
-def runs_as_is(module: nn.Module) -> bool:
-    """Whether the layer runs as its PyTorch class does, and not by a forward of its own."""
+def runs_torch_forward(module: nn.Module) -> bool:
+    """Whether the layer runs PyTorch's own forward, not one that a subclass overrides."""
     plain = next(base for base in type(module).__mro__ if base.__module__.startswith("torch.nn.modules"))
     return all(getattr(type(module), f, None) is getattr(plain, f, None) for f in ("forward", "_conv_forward"))
 
 
 def zeros_stay_zero(module: nn.Module) -> bool:
-    """Whether the layer multiplies with its weight as it is. Only subclasses with a forward of their own are asked.
+    """Whether zero weights still contribute nothing when the layer runs.
 
-    Weight standardisation, for one, makes zeros into something else: then an input channel whose weights are all zero
-    still moves the output.
+    PyTorch's own layers multiply by their weight unchanged. A subclass that overrides forward may transform it first:
+    weight standardisation, for example, turns zeros into other values. Such layers are tested on a synthetic input.
     """
-    if runs_as_is(module):
+    if runs_torch_forward(module):
         return True
     probe = clone(module).eval().float().cpu()
     channels = int(getattr(probe, "in_channels", 0) or getattr(probe, "in_features", 0))
@@ -181,7 +199,7 @@ def zeros_stay_zero(module: nn.Module) -> bool:
         try:
             set_weight_(probe, weight)
             results = [probe(x) for x in (image, other)]
-        except Exception:  # the forward of somebody's subclass, on a made-up input
+        except Exception:  # user code on a synthetic input may raise anything
             return False
     return torch.equal(*results)
 

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import halve
-from halve.errors import ChangedWeightsWarning, DataError, MaskError, ModelError
+from halve.errors import ChangedWeightsWarning, DataError, MaskError, ModelError, OptionError
 from tests.untouched import untouched
 
 
@@ -79,7 +79,7 @@ def test_dense_is_compared_with_instead_of_masks():
         assert halve.evaluate(halve.apply(model, masks), None, batches(x, y), dense=model) == halve.evaluate(
             model, masks, batches(x, y)
         )
-    with pytest.raises(ModelError, match="not both"):
+    with pytest.raises(OptionError, match="not both"):
         halve.evaluate(model, masks, batches(x, y), dense=model)
 
 
@@ -122,7 +122,7 @@ def test_labels_outside_the_classifier_are_refused(bad):
     y = labels()
     y[50] = bad
     low, high = int(y[40:80].min()), int(y[40:80].max())
-    with pytest.raises(DataError, match=f"labels from {low} to {high} in batch 1.*10 outputs.*classes="):
+    with pytest.raises(DataError, match=f"batch 1 has labels from {low} to {high}.*10 outputs.*classes="):
         halve.evaluate(network(), None, batches(images(), y))
 
 
@@ -131,12 +131,12 @@ def test_labels_outside_classes_and_classes_outside_the_classifier_are_refused()
     with pytest.raises(DataError, match="classes= lists 2"):
         halve.evaluate(network(), None, data, classes=[0, 1])
     for classes in ([0, 1, 10], [-1, 0, 1]):
-        with pytest.raises(DataError, match="outputs from 0 to 9"):
+        with pytest.raises(OptionError, match="outputs from 0 to 9"):
             halve.evaluate(network(), None, data, classes=classes)
 
 
 def test_a_class_that_is_no_integer_is_refused():
-    with pytest.raises(DataError, match="classes="):
+    with pytest.raises(OptionError, match="classes="):
         halve.evaluate(network(), None, batches(images(), labels(classes=3)), classes=[0.5, 1.5, 2.5])
 
 
@@ -169,12 +169,12 @@ def test_with_five_classes_top5_is_everything():
 def test_outputs_that_are_not_finite_are_refused_with_the_batch(bad):
     model, x = network(), images()
     x[45] = bad
-    with untouched(model), pytest.raises(DataError, match="the masked model gave NaN or infinity for batch 1"):
+    with untouched(model), pytest.raises(DataError, match="the masked model returned NaN or infinity for batch 1"):
         halve.evaluate(model, halve.prune(model), x.split(40))
     broken = network()
     with torch.no_grad():
         broken[5].bias[0] = bad
-    with pytest.raises(DataError, match="the dense model gave NaN or infinity for batch 0"):
+    with pytest.raises(DataError, match="the dense model returned NaN or infinity for batch 0"):
         halve.evaluate(model, None, images(), dense=broken)
 
 

@@ -32,14 +32,14 @@ def test_two_of_four_or_fewer_along_channels_run_everywhere(pattern, kind, shape
 def test_zeros_are_always_eligible_and_dense_never():
     shape = (16, 16, 3, 3)
     assert eligibility("conv", 1, torch.zeros(shape, dtype=torch.bool)) == (None, None)
-    reason = "576 of 576 blocks of 4 input channels have more than 2 weights that are not zero"
+    reason = "576 of 576 blocks of 4 input channels have more than 2 nonzero weights"
     assert eligibility("conv", 1, torch.ones(shape, dtype=torch.bool)) == (reason, reason)
 
 
 @pytest.mark.parametrize("pattern", ["4:8", "3:4"])
 def test_a_looser_rule_crowds_some_blocks(pattern):
     result = eligibility("linear", 1, kept(pattern, "linear", (16, 32)))
-    assert "more than 2 weights" in result.tensorrt
+    assert "more than 2 nonzero weights" in result.tensorrt
     assert result.tensor_cores == result.tensorrt
 
 
@@ -70,16 +70,16 @@ def test_grouped_and_transposed_convolutions_are_not_eligible():
 @pytest.mark.parametrize("kind", ["linear", "conv"])
 def test_padded_channels_are_not_eligible(kind):
     shape = (16, 18) if kind == "linear" else (16, 18, 3, 3)
-    assert eligibility(kind, 1, kept("2:4", kind, shape)) == ("18 input channels are no multiple of 4",) * 2
+    assert eligibility(kind, 1, kept("2:4", kind, shape)) == ("18 input channels, not divisible by 4",) * 2
 
 
 @pytest.mark.parametrize(
     ("shape", "reason"),
     [
-        ((16, 20), "20 input channels are no multiple of 16"),
-        ((16, 8), "8 input channels are no multiple of 16"),
-        ((12, 16), "12 output channels are no multiple of 8"),
-        ((10, 20), "20 input channels are no multiple of 16"),
+        ((16, 20), "20 input channels, not divisible by 16"),
+        ((16, 8), "8 input channels, not divisible by 16"),
+        ((12, 16), "12 output channels, not divisible by 8"),
+        ((10, 20), "20 input channels, not divisible by 16"),
     ],
 )
 def test_tensor_cores_need_whole_tiles_and_tensorrt_does_not(shape, reason):

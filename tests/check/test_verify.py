@@ -7,7 +7,7 @@ from torch import nn
 from torchvision import models
 
 import halve
-from halve.errors import MaskError, ModelError
+from halve.errors import MaskError, OptionError
 from halve.masks.mask import Mask, MaskSet
 from tests.untouched import untouched
 
@@ -90,7 +90,7 @@ def test_weights_that_are_not_finite_fail_with_masks_and_without(bad):
     with torch.no_grad():
         sparse[0].weight[masks["0"].kept()] = bad
     for result in (halve.verify(sparse, masks), halve.verify(sparse)):
-        assert result.failures == {"0": "its weight holds NaN or infinity"}
+        assert result.failures == {"0": "its weight contains NaN or infinity"}
         assert not result.ok
 
 
@@ -137,10 +137,10 @@ def test_one_weight_too_many_is_seen():
 def test_eligibility_is_told_for_each_layer():
     layers = by_name(halve.verify(network(), halve.prune(network())))
     assert (layers["0"].not_tensorrt, layers["0"].not_tensor_cores) == (None, None)
-    assert layers["2"].not_tensor_cores == "12 output channels are no multiple of 8"
-    assert layers["4"].not_tensor_cores == "12 input channels are no multiple of 16"
+    assert layers["2"].not_tensor_cores == "12 output channels, not divisible by 8"
+    assert layers["4"].not_tensor_cores == "12 input channels, not divisible by 16"
     flat = by_name(halve.verify(network(), halve.prune(network(), order="flat")))
-    assert "more than 2 weights" in flat["0"].not_tensorrt
+    assert "more than 2 nonzero weights" in flat["0"].not_tensorrt
     assert flat["0"].failure is None
 
 
@@ -155,7 +155,7 @@ def test_grouped_transposed_and_padded_layers_are_legal_but_not_eligible(layer):
 
 def test_masks_and_options_together_are_refused():
     model = network()
-    with pytest.raises(MaskError, match=r"not both \(got pattern, also\)"):
+    with pytest.raises(OptionError, match="not both; got masks and pattern, also"):
         halve.verify(model, halve.prune(model), pattern="2:4", also="5")
 
 
@@ -164,9 +164,9 @@ def test_masks_of_another_model_are_refused():
     other = nn.Sequential(*[nn.ReLU()] * 7, nn.Linear(8, 8), nn.LayerNorm(8))
     with untouched(model), pytest.raises(MaskError, match="another model: Sequential has no layer 7"):
         halve.verify(model, halve.prune(other))
-    with pytest.raises(MaskError, match=r"layer 0 has weights \(16, 16, 3, 3\).*\(16, 8, 3, 3\)"):
+    with pytest.raises(MaskError, match=r"layer 0 has a weight of shape \(16, 16, 3, 3\).*\(16, 8, 3, 3\)"):
         halve.verify(model, halve.prune(nn.Sequential(nn.Conv2d(8, 16, 3), nn.ReLU())))
-    with pytest.raises(MaskError, match="layer 0 is a Conv2d, the mask is for a linear layer"):
+    with pytest.raises(MaskError, match="layer 0 is a Conv2d, but its mask is for a linear layer"):
         halve.verify(model, halve.prune(nn.Sequential(nn.Linear(8, 16), nn.LayerNorm(16))))
 
 
@@ -177,7 +177,7 @@ def test_nothing_checked_is_not_ok():
 
 
 def test_a_wrong_option_is_an_error():
-    with pytest.raises(ModelError, match="matches no layer"):
+    with pytest.raises(OptionError, match="matches no layer"):
         halve.verify(network(), include="nothing")
 
 
@@ -190,25 +190,29 @@ def test_verify_leaves_a_model_with_spectral_norm_as_it_is(training):
         assert not halve.verify(model).ok
 
 
+def resnext():
+    return models.ResNet(models.resnet.Bottleneck, [1, 1, 1, 1], groups=8, width_per_group=4, num_classes=10)
+
+
+def densenet():
+    return models.DenseNet(growth_rate=8, block_config=(2, 2), num_init_features=16, num_classes=10)
+
+
+def swin():
+    return models.SwinTransformer([4, 4], 24, depths=[1, 1], num_heads=[2, 2], window_size=[4, 4], num_classes=10)
+
+
 @pytest.mark.parametrize(
     "build",
     [
-        models.resnet18,
-        models.mobilenet_v3_small,
-        models.efficientnet_b0,
-        models.densenet121,
-        models.googlenet,
-        models.regnet_y_400mf,
-        models.resnext50_32x4d,
-        models.swin_t,
-        models.shufflenet_v2_x0_5,
-        models.squeezenet1_1,
+        *(resnext, densenet, swin, models.mobilenet_v3_small),
+        *(models.shufflenet_v2_x0_5, models.squeezenet1_1),
     ],
     ids=lambda build: build.__name__,
 )
 def test_torchvision_models_are_selected_pruned_applied_and_verified(build):
     torch.manual_seed(0)
-    model = build(weights=None, **({"init_weights": False} if build is models.googlenet else {})).eval()
+    model = build().eval()
     names = [choice.name for choice in halve.select(model).masked]
     masks = halve.prune(model)
     sparse = halve.apply(model, masks)

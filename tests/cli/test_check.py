@@ -13,7 +13,7 @@ def test_verify_passes_for_masks_and_the_weights_they_were_made_for(halve, net, 
     assert result.err == ""
     assert result.out.splitlines()[-1] == "2 of 2 layers ok"
     assert "legal" in result.out
-    assert "8 input channels are no multiple of 16" in result.out
+    assert "8 input channels, not divisible by 16" in result.out
 
 
 def test_verify_fails_with_1_for_weights_that_changed(halve, net, masks, folder):

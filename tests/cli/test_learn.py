@@ -58,7 +58,7 @@ def test_a_network_that_keeps_its_order_is_learned_with_a_note(halve, net, monke
     def refuse(*_, **__):
         raise ModelError("it has no structure")
 
-    monkeypatch.setattr(initialization, "reordered", refuse)
+    monkeypatch.setattr(initialization, "permute", refuse)
     result = halve("learn", *net, "--data", "photos", *FAST)
     assert "note: channels stay in their order: it has no structure" in result.err
     assert "50.0 % kept" in result.out

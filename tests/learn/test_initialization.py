@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import halve
-from halve.errors import DataError, FileError, LearningWarning, MaskError, ModelError
+from halve.errors import DataError, FileError, LearningWarning, MaskError, ModelError, OptionError
 from halve.learn import initialization
 from halve.learn.loop import Report
 from halve.learn.run_state import FORMAT
@@ -69,7 +69,7 @@ def test_orders_are_looked_for_wherever_the_model_can_be_captured():
 @pytest.mark.parametrize(
     ("model", "data", "why"),
     [
-        (Moody, lambda: loader(), "gives other outputs when it is run again"),
+        (Moody, lambda: loader(), "is not deterministic"),
         (Proud, lambda: [images(6).abs()], "RuntimeError: not an image"),
     ],
     ids=["chance", "refuses noise"],
@@ -110,7 +110,7 @@ def test_a_model_that_cannot_be_captured_is_learned_in_its_own_order_and_the_rec
     ids=lambda options: next(iter(options.values())),
 )
 def test_presets_flat_blocks_random_starts_and_masks_are_left_alone(options, monkeypatch):
-    monkeypatch.setattr(initialization, "reordered", None)  # nobody searches
+    monkeypatch.setattr(initialization, "permute", None)  # nobody searches
     if options.get("start") == "masks":
         options = {"start": halve.prune(convnet())}
     masks = halve.learn(convnet(), loader(), steps=2, **options)
@@ -192,7 +192,7 @@ def test_resumed_is_uninterrupted_with_a_shuffling_loader_whatever_reads_it_befo
     assert bool(moved(whole)) == (model is convnet)
     with pytest.warns(LearningWarning, match="after 5 steps"):
         run("run", report=interrupting(5))
-    monkeypatch.setattr(initialization, "reordered", None)  # nobody searches again
+    monkeypatch.setattr(initialization, "permute", None)  # nobody searches again
     resumed = run("run", resume=True)
     assert resumed == whole
     assert same_bits(*(storage.read(tmp_path / path, [FORMAT])[2]["logits"] for path in ("whole", "run")))
@@ -226,7 +226,7 @@ def test_a_search_that_runs_out_of_time_says_so_and_learning_goes_on():
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"start": "magnitud"}, ModelError),
+        ({"start": "magnitud"}, OptionError),
         ({"objective": "distil"}, ModelError),
         ({"features": "nothing"}, ModelError),
         ({"precision": "fp8"}, ModelError),
@@ -236,7 +236,7 @@ def test_a_search_that_runs_out_of_time_says_so_and_learning_goes_on():
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_mistakes_are_told_before_a_search(options, error, monkeypatch):
-    monkeypatch.setattr(initialization, "score_layers", lambda *_, **__: pytest.fail("too late"))
+    monkeypatch.setattr(initialization, "ScoreInputs", lambda *_, **__: pytest.fail("too late"))
     with pytest.raises(error):
         halve.learn(convnet(), **{"data": loader(), "steps": 1} | options)
 

@@ -288,7 +288,7 @@ def test_without_noise_the_likeliest_codes_are_taken(hard):
     sampler, _, weights, _ = sampler_of(("2:4", Layout("linear", (3, 8), 4)), ("1:4", Layout("conv", (2, 4, 3), 4)))
     found = sampler.sample(temperature=1.0 if hard else 1e-4, seed=0, step=0, hard=hard, noise=0.0)
     for name, mask in sampler.masks().items():
-        assert torch.allclose(found[name], mask.put_on(weights[name]), atol=1e-4)
+        assert torch.allclose(found[name], mask.apply_to(weights[name]), atol=1e-4)
 
 
 def test_noise_may_be_a_tensor_as_well():

@@ -81,7 +81,7 @@ def test_empty_data_ends_at_once(data, ranks):
 
 @pytest.mark.parametrize("data", [None, 7, torch.nn.ReLU()])
 def test_what_cannot_be_iterated_over_is_a_data_error_with_its_type(data):
-    with pytest.raises(DataError, match=f"like a DataLoader; got {type(data).__name__}"):
+    with pytest.raises(DataError, match=f"such as a DataLoader; got {type(data).__name__}"):
         Feed(data)
 
 

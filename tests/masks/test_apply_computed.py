@@ -36,10 +36,10 @@ def test_a_computed_weight_becomes_a_plain_one_in_the_copy_alone(wrap, training)
         layer = copy.get_submodule(name)
         assert type(layer) in (nn.Conv2d, nn.Linear)
         assert isinstance(layer.weight, nn.Parameter)
-        assert same_bits(layer.weight, masks[name].put_on(dense[name]))
+        assert same_bits(layer.weight, masks[name].apply_to(dense[name]))
     assert set(copy.state_dict()) == {f"{n}.{key}" for n in (0, 2, 4) for key in ("weight", "bias")}
-    hidden = F.conv2d(image, masks["0"].put_on(dense["0"]), model[0].bias).flatten(1)
-    hidden = F.linear(hidden, masks["2"].put_on(dense["2"]), model[2].bias).relu()
+    hidden = F.conv2d(image, masks["0"].apply_to(dense["0"]), model[0].bias).flatten(1)
+    hidden = F.linear(hidden, masks["2"].apply_to(dense["2"]), model[2].bias).relu()
     assert torch.allclose(copy(image), model[4](hidden), atol=1e-6)
 
 

@@ -1,11 +1,9 @@
 import copy
 import json
 import os
-import subprocess
-import sys
-import textwrap
+import re
+from pathlib import Path
 
-import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -21,6 +19,7 @@ from halve.masks.file import FORMAT, SUFFIX, header_of, load, save, tensors_of
 from halve.masks.layout import Layout
 from halve.masks.mask import MaskSet
 from halve.masks.pattern import Pattern
+from tests.masks.damage import accepted, flipped, truncated
 from tests.random_masks import PATTERNS, a_mask, masks, random
 
 names = st.text(st.characters(exclude_categories=["Cs"]), max_size=12)
@@ -131,43 +130,10 @@ def test_saving_fails_without_a_trace_and_keeps_the_old_file(tmp_path, path):
     assert os.listdir(tmp_path) == [path.name]
 
 
-def test_a_full_disk_keeps_the_old_file(tmp_path, path):
-    before = path.read_bytes()
-    code = """
-        import resource, sys
-        import halve
-        from halve.errors import FileError
-        masks = halve.load(sys.argv[1])
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1000, 1000))
-        try:
-            masks.save(sys.argv[1])
-        except FileError as error:
-            assert "nothing was written" in str(error)
-        else:
-            raise AssertionError("the write should have failed")
-        assert halve.load(sys.argv[1]) == masks
-        """
-    command = [sys.executable, "-B", "-c", textwrap.dedent(code), str(path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert path.read_bytes() == before
-    assert os.listdir(tmp_path) == [path.name]
-
-
-def test_no_flipped_bit_gives_another_mask(path):
-    whole = path.read_bytes()
-    for bit in np.random.default_rng(1).choice(len(whole) * 8, 300, replace=False).tolist():
-        damaged = bytearray(whole)
-        damaged[bit // 8] ^= 1 << bit % 8
+def test_no_damaged_file_gives_masks(path):
+    content = path.read_bytes()
+    for damaged in (*flipped(content, 200), *truncated(content, 97)):
         path.write_bytes(damaged)
-        with pytest.raises(FileError):
-            load(path)
-
-
-def test_no_cut_gives_a_mask(path):
-    whole = path.read_bytes()
-    for length in [*range(0, len(whole), 97), len(whole) - 1]:
-        path.write_bytes(whole[:length])
         with pytest.raises(FileError):
             load(path)
 
@@ -312,15 +278,12 @@ ATTACKS = {
 }
 
 
-@pytest.mark.parametrize("attack", ATTACKS.values(), ids=ATTACKS.keys())
-def test_crafted_files_with_a_fitting_checksum_are_refused(tmp_path, attack):
-    path = write(tmp_path / "x", attack)
-    with pytest.raises(FileError, match="damaged"):
-        load(path)
+def test_crafted_files_with_a_fitting_checksum_are_refused(tmp_path):
+    assert accepted(ATTACKS, lambda attack: write(tmp_path / "x", attack), load) == []
 
 
 def test_the_refusal_names_file_and_layer(tmp_path):
-    with pytest.raises(FileError, match=r"x\.masks.*features\.0.*multiple of 8|x\.masks.*features\.0.*bytes"):
+    with pytest.raises(FileError, match=r"x\.masks.*features\.0.*not divisible by 8|x\.masks.*features\.0.*bytes"):
         load(write(tmp_path / "x.masks", change("pattern", "4:8")))
 
 
@@ -330,21 +293,14 @@ def test_a_small_file_takes_little_memory(tmp_path):
     entry |= {"kind": "conv", "shape": [800, 1, 400], "pattern": "256:256", "pad": True}
     codes = torch.zeros(800 * 400 // 8, dtype=torch.uint8)
     path = storage.write(tmp_path / "x", FORMAT, {"layers": {"layer": entry}, "recipe": {}}, {"codes:layer": codes})
-    code = """
-        import re, sys
-        from pathlib import Path
-        import halve
-        def peak():
-            return 1024 * int(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1])
-        halve.load(sys.argv[1])
-        before = peak()
-        halve.load(sys.argv[2])
-        print(peak() - before)
-        """
-    command = [sys.executable, "-B", "-c", textwrap.dedent(code), small_set().save(tmp_path / "small"), path]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 500 * path.stat().st_size
+    Path("/proc/self/clear_refs").write_text("5")  # the peak starts again from here
+    before = peak_bytes()
+    load(path)
+    assert peak_bytes() - before < 500 * path.stat().st_size
+
+
+def peak_bytes():
+    return 1024 * int(re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text())[1])
 
 
 def test_loading_shares_nothing_between_two_reads(path):

@@ -247,7 +247,7 @@ def test_impossible_layouts_are_refused(arguments):
 def test_the_refusal_of_a_remainder_names_numbers_and_a_way_out():
     with pytest.raises(MaskError, match=r"6 input channels.*4.*pad"):
         Layout("linear", (4, 6), 4)
-    with pytest.raises(MaskError, match=r"27 weights in a row.*4.*pad"):
+    with pytest.raises(MaskError, match=r"27 weights per row.*4.*pad"):
         Layout("conv", (4, 3, 3, 3), 4, order="flat")
 
 

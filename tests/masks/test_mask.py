@@ -55,8 +55,8 @@ def test_from_kept_gives_the_same_mask(mask):
 @given(masks())
 def test_a_mask_on_its_own_result_changes_nothing(mask):
     weight = random(*mask.layout.shape, seed=5)
-    once = mask.put_on(weight)
-    assert same_bits(mask.put_on(once), once)
+    once = mask.apply_to(weight)
+    assert same_bits(mask.apply_to(once), once)
     assert bool((once[~mask.kept()] == 0).all())
     assert same_bits(once[mask.kept()], weight[mask.kept()])
 
@@ -172,20 +172,20 @@ def test_the_fields_of_a_mask_cannot_be_set():
 def test_put_on_neither_writes_to_the_weight_nor_shares_memory_with_it():
     weight = random(3, 8)
     before = weight.clone()
-    a_mask("4:4", LAYOUT).put_on(weight).zero_()
+    a_mask("4:4", LAYOUT).apply_to(weight).zero_()
     assert torch.equal(weight, before)
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_put_on_keeps_the_dtype(dtype):
     mask, weight = a_mask("2:4", LAYOUT), random(3, 8, dtype=dtype)
-    assert mask.put_on(weight).dtype == dtype
-    assert same_bits(mask.put_on(weight)[mask.kept()], weight[mask.kept()])
+    assert mask.apply_to(weight).dtype == dtype
+    assert same_bits(mask.apply_to(weight)[mask.kept()], weight[mask.kept()])
 
 
 def test_put_on_gives_positive_zeros_even_for_nan_and_negative_weights():
     mask = Mask(Pattern("2:4"), Layout("linear", (1, 4), 4), torch.tensor([[0]]))
-    result = mask.put_on(torch.tensor([[-1.0, 2.0, -3.0, float("nan")]]))
+    result = mask.apply_to(torch.tensor([[-1.0, 2.0, -3.0, float("nan")]]))
     assert same_bits(result, torch.tensor([[-1.0, 2.0, 0.0, 0.0]]))
 
 

@@ -37,5 +37,5 @@ def test_moves_of_another_model_are_refused_and_nothing_moves(moves):
 
 
 def test_what_is_no_permutation_is_refused():
-    with pytest.raises(MaskError, match=r"the order of a\.weight along dimension 1 is no permutation"):
+    with pytest.raises(MaskError, match=r"the order of a\.weight along dimension 1 is not a permutation"):
         checked({"a.weight": {0: (1, 0), 1: (0, 0)}})

@@ -7,7 +7,7 @@ from torch import nn
 import halve
 from halve.errors import ModelError
 from halve.permute import permute as permute_module
-from halve.permute.equivalence import Sameness
+from halve.permute.equivalence import Equivalence
 from tests import tiny
 
 
@@ -30,7 +30,7 @@ def test_every_output_counts():
 
 
 def test_a_model_that_rolls_dice_cannot_be_checked():
-    with pytest.raises(ModelError, match="gives other outputs when it is run again"):
+    with pytest.raises(ModelError, match="TwoOutputs is not deterministic"):
         halve.prune(TwoOutputs(chance=True), permute=True, example=torch.randn(2, 4), also="b")
 
 
@@ -97,7 +97,7 @@ def test_outputs_in_an_object_of_the_models_own_are_compared_too():
         def forward(self, x):
             return Result(self.net(x))
 
-    same = Sameness(Wrapped(), tiny.images(2))
+    same = Equivalence(Wrapped(), tiny.images(2))
     same.check()
     with torch.no_grad():
         same.copy.net[0].weight[0] += 1

@@ -1,10 +1,9 @@
 import pytest
-import torch
 
 import halve
-from halve.errors import ModelError
-from halve.permute import policy as reorder
-from halve.permute.policy import graded_by, seconds_for, why_not
+from halve.errors import OptionError
+from halve.permute.policy import orders_of, search_by_default, search_seconds
+from halve.select.select import select
 from tests.tiny import convnet, images, loader
 
 
@@ -20,35 +19,31 @@ from tests.tiny import convnet, images, loader
     ],
 )
 def test_a_search_that_nobody_asked_for_is_short(given, asked, minutes, expected):
-    assert seconds_for(given, asked, minutes) == expected
+    assert search_seconds(given, asked, minutes) == expected
 
 
 @pytest.mark.parametrize("seconds", [-1, "5", float("nan")])
-def test_times_that_are_none_are_refused_even_if_nobody_asked(seconds):
-    with pytest.raises(ModelError, match="permute_seconds"):
+def test_invalid_times_are_refused_even_if_nobody_asked(seconds):
+    with pytest.raises(OptionError, match="permute_seconds"):
         halve.learn(convnet(), loader(), steps=1, permute_seconds=seconds)
 
 
-def test_orders_are_searched_by_a_score_that_grades_each_weight():
-    assert [graded_by(score) for score in ("magnitude", "wanda", "reconstruct", "glorot")] == [
-        "magnitude",
-        "wanda",
-        "wanda",
-        "magnitude",
-    ]
-    assert graded_by(torch.abs) is torch.abs
+def test_by_default_orders_are_searched_by_scores_along_channels_and_not_for_presets():
+    choices, flat = (select(convnet(), order=order).masked for order in ("channels", "flat"))
+    assert search_by_default("magnitude", None, choices)
+    assert search_by_default(lambda name, weight: weight, None, choices)
+    assert not search_by_default("magnitude", "paper", choices)
+    assert not search_by_default("magnitude", None, flat)
+    assert not search_by_default("glorot", None, choices)
+    assert not search_by_default(halve.MaskSet({}), None, choices)
 
 
-def test_a_reason_is_one_line():
-    assert why_not(ModelError("it is odd\nin many ways")) == "it is odd"
-    assert why_not(KeyError()) == "KeyError: "
-    assert why_not(RuntimeError("x" * 500)) == "RuntimeError: " + "x" * 160
-
-
-@pytest.mark.parametrize(("score", "power"), [("magnitude", 1), ("wanda", 2)])
-def test_orders_are_searched_by_magnitudes_as_they_are_and_by_squares_of_wandas_scores(monkeypatch, score, power):
-    given = []
-    monkeypatch.setattr(reorder, "permute", lambda model, choices, found, *_, **__: given.append(found))
-    found = {"0": torch.tensor([[0.5, 3.0]])}
-    reorder.reordered(convnet(), [], score, found, images(), 1.0)
-    assert torch.equal(given[0]["0"], found["0"] ** power)
+def test_masks_bring_their_orders_to_the_layers_that_they_fit():
+    model = convnet()
+    masks = halve.prune(model, permute=True, example=images())
+    found = orders_of(masks, select(model).masked)
+    assert [choice.layout for choice in found.choices] == [mask.layout for mask in masks.values()]
+    assert found.moves == masks.moves
+    other = select(model, pattern="1:2").masked
+    assert orders_of(masks, other).choices == tuple(other)
+    assert orders_of(halve.prune(model), other) is None

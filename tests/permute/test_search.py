@@ -32,12 +32,12 @@ def test_an_order_is_a_permutation_that_keeps_what_it_says(rule, blocks, seed):
     assert found.finished
 
 
-def test_what_is_weighed_is_what_a_block_keeps_with_another_channel():
+def test_what_is_kept_with_is_what_a_block_keeps_with_another_channel():
     pattern, scores = Pattern("2:4"), random_scores(5, 12)
     columns, order = scores.T.contiguous(), torch.randperm(12, generator=torch.Generator().manual_seed(3))
     search = _Search(columns, order, pattern)
-    search.weigh(torch.arange(3))
-    weighed = search._weighed
+    search.evaluate(torch.arange(3))
+    weighed = search._kept_with
     for slot, channel in itertools.product(range(12), range(12)):
         members = order.reshape(3, 4)[slot // 4].clone()
         members[slot % 4] = channel
@@ -48,7 +48,7 @@ def test_what_is_weighed_is_what_a_block_keeps_with_another_channel():
 def test_no_exchange_of_two_channels_helps_any_more():
     pattern, scores = Pattern("2:4"), random_scores(9, 16)
     search = _Search(scores.T.contiguous(), torch.arange(16), pattern)
-    search.weigh(torch.arange(4))
+    search.evaluate(torch.arange(4))
     assert search.climb(time.monotonic() + 60)
     order, best = search.order, kept(scores, search.order, pattern)
     for a, b in itertools.combinations(range(16), 2):

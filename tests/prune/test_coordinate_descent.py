@@ -5,7 +5,7 @@ import torch
 
 from halve.masks.pattern import Pattern
 from halve.prune import coordinate_descent as module
-from halve.prune.coordinate_descent import Cost, descend
+from halve.prune.coordinate_descent import Cost, coordinate_descent
 
 TABLE = Pattern("2:4").table()
 
@@ -29,7 +29,9 @@ def test_a_single_block_gets_the_best_of_all_codes():
     weight, cost, blocks = problem(40, 1)
     every = [cost.of(removed(weight, torch.full((40, 1), code), blocks)) for code in range(6)]
     best = torch.stack(every).argmin(0)
-    assert torch.equal(descend(weight, torch.zeros(40, 1, dtype=torch.long), cost, blocks, TABLE)[:, 0], best)
+    assert torch.equal(
+        coordinate_descent(weight, torch.zeros(40, 1, dtype=torch.long), cost, blocks, TABLE)[:, 0], best
+    )
 
 
 def test_many_rows_reach_the_best_of_all_pairs_of_codes_and_none_gets_worse():
@@ -37,7 +39,7 @@ def test_many_rows_reach_the_best_of_all_pairs_of_codes_and_none_gets_worse():
     pairs = torch.tensor(list(itertools.product(range(6), repeat=2)))
     best = torch.stack([cost.of(removed(weight, pair.expand(200, 2), blocks)) for pair in pairs]).min(0).values
     start = torch.zeros(200, 2, dtype=torch.long)
-    found = cost.of(removed(weight, descend(weight, start, cost, blocks, TABLE), blocks))
+    found = cost.of(removed(weight, coordinate_descent(weight, start, cost, blocks, TABLE), blocks))
     assert (found <= cost.of(removed(weight, start, blocks)) + 1e-4).all()
     assert (found < best + 1e-3).double().mean() > 0.5
 
@@ -46,9 +48,9 @@ def test_many_rows_reach_the_best_of_all_pairs_of_codes_and_none_gets_worse():
 def test_how_many_blocks_go_together_changes_nothing_but_the_time(together, monkeypatch):
     weight, cost, blocks = problem(5, 40)
     start = torch.zeros(5, 40, dtype=torch.long)
-    expected = descend(weight, start, cost, blocks, TABLE)
+    expected = coordinate_descent(weight, start, cost, blocks, TABLE)
     monkeypatch.setattr(module, "_TOGETHER", together)
-    assert torch.equal(descend(weight, start, cost, blocks, TABLE), expected)
+    assert torch.equal(coordinate_descent(weight, start, cost, blocks, TABLE), expected)
     assert not start.any()
 
 
@@ -56,6 +58,6 @@ def test_a_refused_code_is_not_taken():
     weight, cost, blocks = problem(30, 2)
     refused = torch.zeros(2, 6, dtype=torch.bool)
     refused[1, :5] = True
-    codes = descend(weight, torch.full((30, 2), 5), cost, blocks, TABLE, refused)
+    codes = coordinate_descent(weight, torch.full((30, 2), 5), cost, blocks, TABLE, refused)
     assert (codes[:, 1] == 5).all()
     assert codes[:, 0].unique().numel() > 3

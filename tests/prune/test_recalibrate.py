@@ -130,7 +130,7 @@ def test_dropout_stays_off_while_statistics_are_measured():
 
 def test_a_model_without_batchnorm_has_nothing_to_recalibrate():
     model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.BatchNorm1d(8, track_running_stats=False))
-    with pytest.raises(ModelError, match="Sequential has no BatchNorm with running statistics"):
+    with pytest.raises(ModelError, match="Sequential has nothing to recalibrate: no BatchNorm with running statistics"):
         halve.recalibrate(model, halve.prune(model), torch.randn(4, 8))
 
 

@@ -7,9 +7,9 @@ from halve.masks.layout import Layout
 from halve.masks.mask import Mask
 from halve.masks.pattern import Pattern
 from halve.prune import reconstruct as module
-from halve.prune.moments import column_means, covariance, moments, spread
-from halve.prune.reconstruct import choose, costs_of, fits, rows_of, squares_of
+from halve.prune.reconstruct import can_reconstruct, choose, costs_of, rows_of, squares_of
 from halve.prune.sequential import Drift
+from halve.prune.statistics import column_means, column_squares, covariance, moments, spread
 from tests.random_masks import random
 from tests.untouched import untouched
 
@@ -67,7 +67,7 @@ def test_a_row_pays_for_its_error_and_for_what_its_mean_and_deviation_are_off():
     layer, x = nn.Conv2d(8, 6, 3, groups=2, bias=False), random(64, 8, 6, 6) + 1
     given = 0.9 * x + 0.02 * random(64, 8, 6, 6, seed=1)  # what the masked layers before it give
     weight, layout = layer.weight.detach(), Layout("conv", (6, 4, 3, 3), 4, 2)
-    kept = Mask.from_scores(Pattern("2:4"), layout, weight.abs()).put_on(weight)
+    kept = Mask.from_scores(Pattern("2:4"), layout, weight.abs()).apply_to(weight)
 
     def outputs(weight, x):
         return nn.functional.conv2d(x, weight, groups=2)
@@ -91,8 +91,6 @@ def test_a_row_pays_for_its_error_and_for_what_its_mean_and_deviation_are_off():
 
 def test_the_diagonals_are_the_squares_of_each_weights_inputs():
     layer, x = nn.Conv2d(8, 6, 3, groups=2, bias=False), random(3, 8, 6, 6)
-    from halve.prune.statistics import column_squares
-
     layout = Layout("conv", tuple(layer.weight.shape), 4, 2)
     torch.testing.assert_close(squares_of(moments(layer, x, torch.Generator()), layout), column_squares(layer, x))
 
@@ -126,28 +124,29 @@ def test_pruning_by_reconstruction_beats_magnitude_and_wanda_and_touches_nothing
     assert errors["reconstruct"] < 0.9 * min(errors["magnitude"], errors["wanda"])
 
 
+@pytest.fixture(scope="module")
 def deep():
     torch.manual_seed(0)
     layers = [(nn.Conv2d(16, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()) for _ in range(8)]
     model = nn.Sequential(*(layer for three in layers for layer in three))
     for _ in range(20):
-        model(random(64, 16, 6, 6))
+        model(random(32, 16, 6, 6))
     return model.eval()
 
 
-def test_frozen_batchnorm_gets_outputs_that_are_as_strong_as_before(monkeypatch):
-    model, x = deep(), random(64, 16, 6, 6, seed=1)
+def test_frozen_batchnorm_gets_outputs_that_are_as_strong_as_before(deep, monkeypatch):
+    model, x = deep, random(64, 16, 6, 6, seed=1)
     strengths = []
     for gain in (0.0, module.GAIN):
         monkeypatch.setattr(module, "GAIN", gain)
-        masked = halve.apply(model, halve.prune(model, "reconstruct", random(256, 16, 6, 6).split(16), also="*"))
+        masked = halve.apply(model, halve.prune(model, "reconstruct", random(128, 16, 6, 6).split(32), also="*"))
         with torch.no_grad():
             strengths.append(float(masked(x).std() / model(x).std()))
     assert abs(strengths[1] - 1) < 0.6 * abs(strengths[0] - 1)
 
 
-def test_masks_for_recalibrated_statistics_change_the_centred_outputs_least():
-    model, x = deep(), random(256, 16, 6, 6).split(16)
+def test_masks_for_recalibrated_statistics_change_the_centred_outputs_least(deep):
+    model, x = deep, random(128, 16, 6, 6).split(32)
     there = halve.prune(model, "reconstruct", x, recalibrate=True, also="*")
     other = halve.recalibrate(model, halve.prune(model, "reconstruct", x, also="*"), x)
     assert there.statistics
@@ -170,12 +169,12 @@ def test_layers_that_cannot_be_reconstructed_fall_back(monkeypatch):
             return super().forward(nn.functional.pad(x, (1, 1, 1, 1)))
 
     model = nn.Sequential(Padded(8, 8, 3), nn.ConvTranspose2d(8, 8, 2), nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8)).eval()
-    assert [fits(layer) for layer in model[:3]] == [False, False, True]
+    assert [can_reconstruct(layer) for layer in model[:3]] == [False, False, True]
     x = correlated(8)
     masks, wanda = halve.prune(model, "reconstruct", [x]), halve.prune(model, "wanda", [x])
     assert masks["0"].difference(wanda["0"]) == masks["1"].difference(wanda["1"]) == 0
     monkeypatch.setattr(module, "MAX_COLUMNS", 4)
-    assert not fits(model[2])
+    assert not can_reconstruct(model[2])
     assert halve.prune(model, "reconstruct", [x], pattern="8:8").density == 1
     assert halve.prune(net(), "reconstruct", [x], pattern="5:16", also="*").density == pytest.approx(5 / 16)
 

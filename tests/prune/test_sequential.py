@@ -3,8 +3,8 @@ import torch
 from torch import nn
 
 import halve
-from halve.prune.moments import column_means, spread
-from halve.prune.sequential import SAMPLE, cascade, sample_of
+from halve.prune.sequential import SAMPLE, pick_sequentially, sample_of
+from halve.prune.statistics import column_means, spread
 from halve.select.select import select
 from tests.random_masks import random
 from tests.untouched import untouched
@@ -34,7 +34,7 @@ def test_each_layer_is_told_what_the_masked_layers_before_it_change():
         return kept[choice.name]
 
     with untouched(model):
-        cascade(model, choices, known, pick, x)
+        pick_sequentially(model, choices, known, pick, x)
     assert list(met) == ["0", "3", "6"]
     torch.testing.assert_close(met["0"].missing, torch.zeros(16))
     torch.testing.assert_close(met["0"].strength, torch.ones(16))
@@ -65,7 +65,7 @@ def test_a_layer_that_runs_twice_or_shares_its_weight_is_chosen_once():
 
     model, calls = Twice().eval(), []
     choices = select(model, also="*").masked
-    cascade(
+    pick_sequentially(
         model, choices, {}, lambda c, _: (calls.append(c.name), torch.ones(c.shape, dtype=torch.bool))[1], random(9, 8)
     )
     assert calls == ["first"]
@@ -80,7 +80,9 @@ def test_a_channel_that_never_moves_asks_for_nothing():
         model[0].bias.fill_(-1e4)
     drifts = {}
     choices = select(model, also="*").masked
-    cascade(model, choices, {}, lambda c, d: drifts.setdefault(c.name, d) and torch.zeros(c.shape) > 0, random(9, 8))
+    pick_sequentially(
+        model, choices, {}, lambda c, d: drifts.setdefault(c.name, d) and torch.zeros(c.shape) > 0, random(9, 8)
+    )
     assert torch.equal(drifts["2"].strength, torch.ones(8))
 
 

@@ -2,7 +2,7 @@ import pytest
 import torch
 from PIL import Image
 
-from halve.errors import DataError
+from halve.errors import DataError, OptionError
 from halve.sources.data import IMAGENET_MEAN, Preprocessing, load_data
 from tests.pictures import class_folders, encoded, tar_of
 
@@ -62,22 +62,28 @@ def test_the_middle_is_cropped():
     assert result[0].tolist() == [[1.0, 0.0], [0.0, 0.0]]
 
 
-@pytest.mark.parametrize("workers", [0, 1])
-def test_different_sizes_in_a_batch_are_an_error_that_names_the_option(tmp_path, workers):
+def error_of(data):
+    """The message of the error that iterating raises; it keeps no traceback, and so no worker process, alive."""
+    try:
+        list(data.loader)
+    except DataError as error:
+        return str(error)
+    return ""
+
+
+def test_different_sizes_in_a_batch_are_an_error_that_names_the_option(tmp_path):
     for i, size in enumerate([(8, 8), (9, 8)]):
         (tmp_path / f"{i}.png").write_bytes(encoded(i, size))
-    with pytest.raises(DataError, match=r"different sizes .*\(3, 8, 8\), \(3, 8, 9\); --size N") as raised:
-        list(load_data(str(tmp_path), workers=workers).loader)
-    assert "Traceback" not in str(raised.value)
-    assert len(list(load_data(str(tmp_path), Preprocessing(size=8), workers=workers).loader)) == 1
+    assert "different sizes: (3, 8, 8), (3, 8, 9); --size N" in error_of(load_data(str(tmp_path)))
+    assert len(list(load_data(str(tmp_path), Preprocessing(size=8)).loader)) == 1
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_broken_picture_is_named_without_a_traceback(tmp_path, workers):
     (tmp_path / "broken.png").write_bytes(b"no picture")
-    with pytest.raises(DataError, match=r"broken\.png is no readable picture") as raised:
-        list(load_data(str(tmp_path), workers=workers).loader)
-    assert "Traceback" not in str(raised.value)
+    message = error_of(load_data(str(tmp_path), workers=workers))
+    assert "broken.png is not a readable image" in message
+    assert "Traceback" not in message
 
 
 def test_worker_processes_give_the_same_batches(folder):
@@ -130,7 +136,7 @@ def test_digits_are_built_in(where, count):
 
 
 def test_another_split_of_the_digits_is_an_error():
-    with pytest.raises(DataError, match="digits:train and digits:test"):
+    with pytest.raises(DataError, match="digits:train or digits:test"):
         load_data("digits:all")
 
 
@@ -138,19 +144,19 @@ def test_another_split_of_the_digits_is_an_error():
     "options", [{"batch_size": 0}, {"batch_size": -1}, {"limit": 0}, {"limit": -5}, {"workers": -1}]
 )
 def test_numbers_that_make_no_sense_are_refused(folder, options):
-    with pytest.raises(DataError):
+    with pytest.raises(OptionError):
         load_data(folder, **options)
 
 
 @pytest.mark.parametrize("options", [{"size": 0}, {"size": -4}, {"size": 4, "resize": -1}, {"resize": 4}])
 def test_sizes_that_make_no_sense_are_refused(options):
-    with pytest.raises(DataError, match="size"):
+    with pytest.raises(OptionError, match="size"):
         Preprocessing(**options)
 
 
 @pytest.mark.parametrize("options", [{"mean": (0.5, 0.5)}, {"std": (0.0, 1.0, 1.0)}, {"std": (1.0,) * 4}])
 def test_means_and_deviations_that_make_no_sense_are_refused(options):
-    with pytest.raises(DataError, match="three numbers each"):
+    with pytest.raises(OptionError, match="three numbers each"):
         Preprocessing(**options)
 
 

@@ -1,1 +1,1 @@
-"""What is true of a masked model."""
+"""Check masked models: legality, hardware support, accuracy."""

@@ -1,4 +1,4 @@
-"""How well a masked model does, and how far it goes along with the dense one."""
+"""Measure a masked model's accuracy, and its agreement with the dense model."""
 
 import operator
 from collections.abc import Sequence
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from halve.batches import Forward, Progress, iterate, labels_of, run
-from halve.errors import DataError, ModelError
+from halve.errors import DataError, ModelError, OptionError
 from halve.masks.apply import OnChanged, apply
 from halve.masks.mask import MaskSet
 from halve.modules import clone
@@ -19,14 +19,14 @@ _TOP = 5
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Shares are from 0 to 1; None where there is nothing to count: no labels, no dense model, under 5 classes."""
+    """Results; shares are from 0 to 1, and None without labels, without a dense model, or (top-5) under 5 classes."""
 
     images: int
-    outputs: int  # classes that the model tells apart
+    outputs: int  # classes of the model
     top1: float | None = None
     top5: float | None = None
     agreement: float | None = None  # share of images with the dense model's top-1 class
-    kl: float | None = None  # mean KL divergence of the outputs from the dense model's, in nats
+    kl: float | None = None  # mean KL divergence from the dense model's outputs, in nats
     dense_top1: float | None = None
     dense_top5: float | None = None
 
@@ -42,12 +42,19 @@ def evaluate(
     progress: Progress | None = None,
     on_changed: OnChanged = "warn",
 ) -> Evaluation:
-    """Run the model, with `masks` on (None: as it is), over `data` and count.
+    """Measure a model's accuracy, and its agreement with the dense model.
 
-    - Batches with labels give accuracies; batches without still give agreement with the dense model, which is `model`
-      itself when `masks` are given, or `dense`.
-    - `classes`: for data that holds only some of the classifier's classes, `classes[i]` is the classifier's output for
-      label i. All outputs still compete.
+    Args:
+        model: The dense model. It is not changed.
+        masks: Masks to apply; None evaluates the model itself.
+        data: Batches of images. Accuracy needs labels, agreement does not.
+        dense: Without masks, the model to compare with. With masks that is `model`.
+        classes: For data with only some of the model's classes, the model's output for each label. All outputs still
+            compete.
+        forward: `forward(model, batch)` runs the model on an unusual batch.
+        progress: Progress display, such as `tqdm.tqdm` or `rich.progress.track`.
+        on_changed: What to do if the weights are not those the masks were made for: "warn" (default), "error" or
+            "ignore".
 
     >>> import halve
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 10)).eval()
@@ -59,7 +66,7 @@ def evaluate(
     """
     if masks is not None:
         if dense is not None:
-            raise ModelError("evaluate takes masks, then the model itself is the dense one, or dense=, not both")
+            raise OptionError("evaluate accepts masks or dense=, not both: with masks, `model` is the dense one")
         dense, subject = model, apply(model, masks, on_changed=on_changed).eval()
     else:
         subject = clone(model).eval()
@@ -70,7 +77,7 @@ def evaluate(
             output = _finite(run(subject, batch, forward), index, "masked " if masks is not None else "")
             against = None if reference is None else _finite(run(reference, batch, forward), index, "dense ")
             if against is not None and against.shape != output.shape:
-                raise ModelError(f"the model gives {output.shape[1]} outputs, the dense model {against.shape[1]}")
+                raise ModelError(f"the model has {output.shape[1]} outputs, but the dense model {against.shape[1]}")
             count.add(output, against, _targets(_labels(batch, forward), classes, output, index))
     return count.result()
 
@@ -103,7 +110,7 @@ class _Count:
 
     def result(self) -> Evaluation:
         if self.labelled not in (0, self.images):
-            raise DataError(f"only {self.labelled} of {self.images} images have labels: give labels to all or to none")
+            raise DataError(f"only {self.labelled} of {self.images} images have labels: label all of them or none")
         shares: dict[str, float] = {}
         for name, hits in self.hits.items():
             total = self.compared if name == "agreement" else self.labelled
@@ -117,11 +124,13 @@ class _Count:
 def _finite(output: Tensor, index: int, which: str) -> Tensor:
     if output.dim() != 2:
         raise ModelError(
-            f"evaluate needs one row of class scores per image, the model gave the shape {tuple(output.shape)}; "
-            f"pass forward= to choose or reduce its outputs"
+            f"evaluate needs one row of class scores per image, but the model returned shape {tuple(output.shape)}; "
+            f"pass forward= to select or reduce its outputs"
         )
     if not bool(output.isfinite().all()):
-        raise DataError(f"the {which}model gave NaN or infinity for batch {index}: check the images and the weights")
+        raise DataError(
+            f"the {which}model returned NaN or infinity for batch {index}: check the images and the weights"
+        )
     return output.float()
 
 
@@ -131,7 +140,7 @@ def _labels(batch: Any, forward: Forward | None) -> Tensor | None:
     except DataError:
         if forward is None:
             raise
-        return None  # an unusual batch need not have labels where others have them
+        return None  # in an unusual batch, what looks like labels may be something else
 
 
 def _targets(labels: Tensor | None, classes: Sequence[int] | None, output: Tensor, index: int) -> Tensor | None:
@@ -144,7 +153,7 @@ def _targets(labels: Tensor | None, classes: Sequence[int] | None, output: Tenso
     if low < 0 or high >= allowed:
         what = f"the classifier has {allowed} outputs" if classes is None else f"classes= lists {allowed}"
         raise DataError(
-            f"labels from {low} to {high} in batch {index}, but {what}; "
+            f"batch {index} has labels from {low} to {high}, but {what}; "
             f"classes= maps the data's labels to the classifier's outputs"
         )
     if classes is None:
@@ -152,7 +161,7 @@ def _targets(labels: Tensor | None, classes: Sequence[int] | None, output: Tenso
     try:
         outputs = torch.tensor([operator.index(output) for output in classes], dtype=torch.long)
     except TypeError as error:
-        raise DataError(f"classes= must list integers, outputs of the classifier: {error}") from error
+        raise OptionError(f"classes= must list integers, the classifier's outputs: {error}") from error
     if len(outputs) and not 0 <= int(outputs.min()) <= int(outputs.max()) < output.shape[1]:
-        raise DataError(f"classes= must name outputs from 0 to {output.shape[1] - 1}")
+        raise OptionError(f"classes= must list outputs from 0 to {output.shape[1] - 1}")
     return outputs[labels.cpu()]

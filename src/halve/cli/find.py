@@ -8,7 +8,7 @@ import halve
 from halve.cli import options as o
 from halve.cli import progress, show
 from halve.errors import DataError
-from halve.prune.scores import NEEDS_DATA, SCORES
+from halve.prune.scores import SCORES
 
 
 def select(
@@ -52,7 +52,7 @@ def prune(
     model: o.Model,
     weights: o.Weights = None,
     score: Annotated[
-        str, typer.Option(help="; ".join(f"{name}: {text}" for name, text in SCORES.items()) + ".")
+        str, typer.Option(help="; ".join(f"{name}: {score.description}" for name, score in SCORES.items()) + ".")
     ] = "magnitude",
     data: o.OptionalData = None,
     recalibrate: Annotated[
@@ -83,7 +83,8 @@ def prune(
     \b
     halve prune zoo.py:net --weights net.safetensors --score wanda --data photos/ --recalibrate
     """
-    if data is None and (recalibrate or score in NEEDS_DATA):
+    needs_data = score in SCORES and SCORES[score].needs_data
+    if data is None and (recalibrate or needs_data):
         raise DataError(f"{'--recalibrate' if recalibrate else f'--score {score}'} needs images: pass --data")
     path = o.writable(out or o.default_masks_path(model, weights))
     opened = o.open_model(model, weights, device, size, resize, mean, std)

@@ -55,7 +55,7 @@ def inspect(
     kind, _, _ = storage.read(path, [file.FORMAT, packed.FORMAT])
     masks = halve.load(path) if kind == file.FORMAT else halve.unpack(path).masks
     if json:
-        show.as_json(_described(path, kind, masks))
+        show.as_json(_described(path, kind.name, masks))
         return
     rows = [
         (
@@ -73,7 +73,7 @@ def inspect(
     show.table(str(path), ("layer", "pattern", ">weights", "blocks", ">kept", "weight digest"), rows)
     bits = 8 * path.stat().st_size / max(masks.weights, 1)
     show.say(
-        f"{kind}, {show.size(path.stat().st_size)}, {len(masks)} layers, {masks.weights:,} weights, "
+        f"{kind.name}, {show.size(path.stat().st_size)}, {len(masks)} layers, {masks.weights:,} weights, "
         f"{show.percent(masks.density, 1)} kept, {bits:.2f} bits per weight"
     )
     if masks.statistics:

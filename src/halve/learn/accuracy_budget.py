@@ -1,16 +1,16 @@
 """An accuracy budget: which layers stay dense so that the masked network drops by no more than allowed."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
-from halve.batches import Forward, Progress, iterate, labels_of
+from halve.batches import Forward, Progress, iterate, labels_of, reiterable, tracked
 from halve.errors import DataError, ModelError
 from halve.learn.learner import Call
 from halve.masks.mask import MaskSet
-from halve.modules import clone, set_weight_, weight_of
+from halve.modules import clone, plain_weight_, weight_of
 
 Metric = Literal["agreement", "top1"]
 
@@ -38,13 +38,12 @@ def keep_dense(
     """
     check_budget(max_drop, metric)
     runs = _Runs(model, masks, data, metric, forward)
-    track = progress or (lambda items, _: items)
     everything = runs.drop(list(masks))
     costs: dict[str, float] = {}
     dense: list[str] = []
     drop = everything
     if everything > max_drop:
-        costs = {name: runs.cost(name) for name in track(list(masks), "cost of each layer")}
+        costs = {name: runs.cost(name) for name in tracked(list(masks), progress, "cost of each layer")}
         order = sorted(masks, key=lambda name: -costs[name])
         low, high = 1, len(order)  # the drop falls with the number of dense layers; at the last it is zero
         while low < high:
@@ -83,9 +82,9 @@ class _Runs:
         for name, mask in masks.items():
             layer = self._model.inner.get_submodule(name)
             weight = weight_of(layer)
-            set_weight_(layer, weight)
-            self._masked[name] = mask.put_on(weight)
-        self._data = list(data) if isinstance(data, Iterator) else data  # it is run over again and again
+            plain_weight_(layer)
+            self._masked[name] = mask.apply_to(weight)
+        self._data = reiterable(data)
         self._dense = self._outputs([])
         self._truth = self._dense.argmax(1)
         if metric == "top1":

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from halve.modules import clone, set_weight_, weight_of
+from halve.modules import clone, plain_weight_
 from halve.select.select import Choice
 
 
@@ -17,8 +17,7 @@ def frozen(model: nn.Module, choices: Sequence[Choice]) -> nn.Module:
     """A copy that does not train: plain weights in the masked layers, eval mode, full precision."""
     copy = clone(model)
     for choice in choices:
-        layer = copy.get_submodule(choice.name)
-        set_weight_(layer, weight_of(layer))
+        plain_weight_(copy.get_submodule(choice.name))
     copy.float().requires_grad_(False).eval()  # in full precision, as the sampled weights are
     for module in copy.modules():
         if type(module).forward is _BatchNorm.forward and module.running_mean is not None:

@@ -7,14 +7,14 @@ import torch
 from torch import Tensor, nn
 
 from halve.batches import Forward, Progress
-from halve.errors import ModelError, listed
+from halve.errors import ModelError, OptionError, first_line, listed
 from halve.learn.sampling import Sampler, glorot
 from halve.learn.settings import Settings
 from halve.masks.mask import MaskSet
-from halve.permute.permute import Permutation
-from halve.permute.policy import graded_by, orders_of, reordered, why_not
-from halve.prune import scores
-from halve.prune.prune import ScoreFunction, score_layers
+from halve.permute.permute import Permutation, permute
+from halve.permute.policy import orders_of
+from halve.prune.score import LayerScores, Score, ScoreInputs
+from halve.prune.scores import SCORES, score_of
 from halve.select.select import Choice
 
 
@@ -32,16 +32,17 @@ class Start:
         progress: Progress | None = None,
     ) -> None:
         start = settings.start
-        known = callable(start) or isinstance(start, MaskSet) or start == "glorot" or start in scores.SCORES
+        known = callable(start) or isinstance(start, MaskSet) or start == "glorot" or start in SCORES
         if not known:
-            raise ModelError(
-                f"unknown start {start!r}; there are {listed(scores.SCORES)}, glorot, a MaskSet, or a score function"
+            raise OptionError(
+                f"unknown start {start!r}; there are {listed(SCORES)}, glorot, a MaskSet, or a score function"
             )
-        self.reads_data = isinstance(start, str) and start in scores.NEEDS_DATA
+        self._score = None if isinstance(start, MaskSet) or start == "glorot" else score_of(start)
+        self.reads_data = self._score is not None and self._score.needs_data
         self._start, self._seed, self._alpha = start, settings.seed, settings.alpha
         self._model, self._choices, self._weights = model, choices, weights
         self._data, self._forward, self._progress = data, forward, progress
-        self._found: dict[str, Tensor] | None = None  # scores of the start itself, once they are known
+        self._found: LayerScores | None = None  # scores of the start itself, once they are known
 
     def own_orders(self) -> Permutation | None:
         """The channel orders that masks to start from bring along."""
@@ -55,17 +56,19 @@ class Start:
         Where nobody asked for them, whatever goes wrong is a reason to do without.
         """
         assert not isinstance(self._start, MaskSet)
-        by = graded_by(self._start)
+        score = self._score or SCORES["magnitude"]  # glorot has no scores
+        by = score.search_score or score
         found = self._scores(by, self._choices)  # also when resumed: a seeded loader counts how often it was asked
-        if by == self._start:
+        if by is self._score:
             self._found = found
         if known is not None and "left" in known:
             return None, str(known["left"])
         if known is not None:
             return Permutation.restored(self._choices, known), ""
         try:
-            permutation = reordered(
-                *(self._model, self._choices, by, found, example, seconds),
+            permutation = permute(
+                *(self._model, self._choices, by.for_search(found), example),
+                seconds=seconds,
                 seed=self._seed,
                 forward=self._forward,
                 progress=self._progress,
@@ -73,7 +76,7 @@ class Start:
         except Exception as error:  # capturing runs the model's own code, also on noise, which may raise anything
             if asked:
                 raise
-            return None, why_not(error)
+            return None, first_line(error)
         return permutation, ""
 
     def sampler(self, choices: Sequence[Choice]) -> Sampler:
@@ -81,7 +84,7 @@ class Start:
         start, weights = self._start, self._weights
         if isinstance(start, MaskSet):
             return Sampler(choices, weights, _scores_of(start, choices, weights), self._alpha / 4)
-        if start == "glorot":
+        if self._score is None:
             sampler = Sampler(choices, weights, {name: torch.zeros_like(w) for name, w in weights.items()}, 0.0)
             generator = torch.Generator().manual_seed(self._seed)
             with torch.no_grad():
@@ -89,19 +92,18 @@ class Start:
                     logits += glorot((logits.shape[0], logits.shape[1]), generator).to(logits)
             return sampler
         found, self._found = self._found, None  # as large as the weights: not for the whole run
-        found = self._scores(start, choices) if found is None else found
-        sharpness = self._alpha / 4 if isinstance(start, str) and start in scores.WHOLE_MASKS else self._alpha
-        here = {name: score.to(weights[name].device) for name, score in found.items()}
+        found = self._scores(self._score, choices) if found is None else found
+        sharpness = self._alpha / 4 if self._score.whole_masks else self._alpha
+        here = {name: score.to(weights[name].device) for name, score in found.by_layer.items()}
         return Sampler(choices, weights, here, sharpness)
 
-    def _scores(self, score: str | ScoreFunction, choices: Sequence[Choice]) -> dict[str, Tensor]:
-        found, _ = score_layers(
-            *(self._model, choices, self._weights, score, self._data),
-            seed=self._seed,
-            forward=self._forward,
-            progress=self._progress,
+    def _scores(self, score: Score, choices: Sequence[Choice]) -> LayerScores:
+        model, weights, data = self._model, self._weights, self._data
+        return score.compute(
+            ScoreInputs(
+                *(model, choices, weights, data), seed=self._seed, forward=self._forward, progress=self._progress
+            )
         )
-        return found
 
 
 def _scores_of(masks: MaskSet, choices: Sequence[Choice], weights: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -25,9 +25,8 @@ from halve.learn.stream import Feed
 from halve.masks.fingerprint import digest
 from halve.masks.mask import MaskSet
 from halve.masks.recipe import origin_of, with_fingerprint
-from halve.permute.policy import seconds_for, welcome
-from halve.prune.prune import check_something_masked, finite_weight
-from halve.select.select import Choice, plain_options, select
+from halve.permute.policy import search_by_default, search_seconds
+from halve.select.select import Choice, masked_weights, plain_options, select
 
 Precision = Literal["auto", "float32", "bfloat16"]
 
@@ -98,12 +97,11 @@ def learn(
         check_budget(max_drop, drop_metric)
     if permute and isinstance(settings.start, MaskSet):
         raise ModelError("permute=True and start=masks: masks to start from bring their own channel orders")
-    seconds = seconds_for(permute_seconds, bool(permute), settings.budget_minutes)
+    seconds = search_seconds(permute_seconds, bool(permute), settings.budget_minutes)
     if checkpoint is not None and not resume:
         Checkpoint.refuse_to_overwrite(checkpoint)
     chosen = select(model, **where)
-    check_something_masked(chosen)
-    weights = {choice.name: finite_weight(choice.name, model) for choice in chosen.masked}
+    weights = masked_weights(model, chosen)
     start = Start(model, chosen.masked, weights, settings, data, forward, progress)
     ranks = Ranks(device_of(model), trackers, None if log is None else Path(log).parent)
     frozen = frozen_copy(model, chosen.masked).to(ranks.device)
@@ -119,7 +117,7 @@ def learn(
     known = Checkpoint.permutation_in(checkpoint) if resume and checkpoint is not None else None
     wanted = permute
     if wanted is None:  # a run that is resumed goes on as it was begun
-        wanted = known is not None if resume else welcome(settings.start, preset, chosen.masked)
+        wanted = known is not None if resume else search_by_default(settings.start, preset, chosen.masked)
     permutation, left = start.own_orders(), ""
     if wanted and not isinstance(settings.start, MaskSet):
         if example is None:

@@ -11,7 +11,7 @@ from torch import Tensor
 from halve.errors import FileError, MaskError, listed
 from halve.masks import storage
 
-FORMAT = "halve.learning"
+FORMAT = storage.Format("halve.learning", 1, "run state", "'halve learn'")
 SUFFIX = ".learning.safetensors"
 _TENSORS = ("logits", "exp_avg", "exp_avg_sq")
 

@@ -12,7 +12,7 @@ from halve.learn.objective import Match, Objective
 from halve.learn.sampling import Final
 from halve.learn.schedule import Pace
 from halve.masks.mask import MaskSet
-from halve.prune.prune import ScoreFunction
+from halve.prune.score import ScoreFunction
 from halve.select.select import SelectOptions
 
 DEFAULT_MINUTES = 2.0

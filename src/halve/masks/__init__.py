@@ -1,1 +1,1 @@
-"""What a mask is: patterns, layouts, masks, their files, and putting them on a model."""
+"""Masks: patterns, layouts, files, and applying masks to a model."""

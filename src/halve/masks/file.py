@@ -1,9 +1,9 @@
-"""MaskSet <-> one file, `NAME.masks.safetensors`, beside the untouched checkpoint.
+"""Mask files: a MaskSet in `NAME.masks.safetensors`, beside the unchanged checkpoint.
 
-About three quarters of a bit per weight for 2:4. The bytes are specified in docs/file-format.md; in short, for each
-layer the header holds pattern, layout and digests, the tensor `codes:LAYER` the codes at `Pattern.bits` bits each,
-`sketch:LAYER` the fingerprint's sketch, and `channel_order:LAYER` the channel order if there is one;
-`statistics:BUFFER` are recalibrated BatchNorm buffers; `order:K` are the orders that the header's `moves` refer to.
+A 2:4 mask takes about three quarters of a bit per weight. docs/file-format.md specifies the bytes. In short: the header
+holds each layer's pattern, layout and digests; the tensor `codes:LAYER` holds its codes at `Pattern.bits` bits each,
+`sketch:LAYER` the sketches of its fingerprint, and `channel_order:LAYER` its channel order, if any. `statistics:BUFFER`
+are recalibrated BatchNorm buffers, and `order:K` are the orders that the header's `moves` refer to.
 """
 
 import re
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halve.errors import FileError, HalveError
+from halve.errors import FileError, HalveError, listed
 from halve.masks import storage
 from halve.masks.bits import pack_bits, unpack_bits
 from halve.masks.fingerprint import SKETCH, Fingerprint
@@ -23,7 +23,7 @@ from halve.masks.mask import Mask, MaskSet
 from halve.masks.moves import Moves
 from halve.masks.pattern import Pattern
 
-FORMAT = "halve.masks"
+FORMAT = storage.Format("halve.masks", 1, "mask file", "'halve learn' or 'halve prune'")
 SUFFIX = ".masks.safetensors"
 _MAX_WEIGHTS = 1 << 40
 _TEXTS = {"pattern", "kind", "order"}
@@ -31,13 +31,18 @@ _KEYS = _TEXTS | {"shape", "groups", "pad", "shared_with", "dense", "masked"}
 
 
 def save(masks: MaskSet, path: str | Path) -> Path:
-    """Write `masks` to `path`, atomically; see `MaskSet.save`."""
+    """Write a mask file atomically; see `MaskSet.save`."""
     tensors = {f"codes:{name}": pack_bits(mask.stored_codes, mask.pattern.bits) for name, mask in masks.items()}
     return storage.write(path, FORMAT, header_of(masks), tensors | tensors_of(masks))
 
 
 def load(path: str | Path) -> MaskSet:
-    """Read a mask file. Raises `FileError` for anything that is not exactly as `MaskSet.save` wrote it.
+    """Read a mask file that `MaskSet.save` wrote.
+
+    Loading never runs code. Raises `FileError` for a file that is damaged, or is not a mask file.
+
+    Args:
+        path: The file.
 
     >>> import halve, pathlib, tempfile
     >>> masks = halve.prune(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 2)))
@@ -48,7 +53,7 @@ def load(path: str | Path) -> MaskSet:
     """
     _, header, tensors = storage.read(path, [FORMAT])
     if header.keys() - {"moves"} != {"layers", "recipe"}:
-        raise FileError(f"{path} is damaged: its header must have exactly layers and recipe, and may have moves")
+        raise FileError(f"{path} is damaged: its header must have the keys layers, recipe and optionally moves")
 
     def codes(name: str, pattern: Pattern, layout: Layout) -> Tensor:
         count = layout.rows * layout.blocks
@@ -56,12 +61,12 @@ def load(path: str | Path) -> MaskSet:
 
     masks = masks_from(Path(path), header, tensors, codes)
     if tensors:
-        raise FileError(f"{path} is damaged: it holds tensors that belong to no layer")
+        raise FileError(f"{path} is damaged: it has tensors that belong to no layer: {listed(sorted(tensors))}")
     return masks
 
 
 def header_of(masks: MaskSet) -> dict[str, Any]:
-    """What the header says of a MaskSet."""
+    """The header entries of a MaskSet."""
     header = {"layers": {name: _describe(mask) for name, mask in masks.items()}, "recipe": masks.recipe}
     number = _numbers(masks.moves)
     moves = {
@@ -85,7 +90,7 @@ def tensors_of(masks: MaskSet) -> dict[str, Tensor]:
 
 
 def _numbers(moves: Moves) -> dict[tuple[int, ...], int]:
-    """Each order once, counted: many tensors move alike."""
+    """A number for each distinct order: many tensors share one."""
     numbers: dict[tuple[int, ...], int] = {}
     for dims in moves.values():
         for order in dims.values():
@@ -94,10 +99,10 @@ def _numbers(moves: Moves) -> dict[tuple[int, ...], int]:
 
 
 def masks_from(path: Path, header: Mapping[str, Any], tensors: dict[str, Tensor], codes_of: Any) -> MaskSet:
-    """Rebuild a MaskSet, taking what belongs to it from `tensors`; `codes_of(name, pattern, layout)` gives codes."""
+    """Rebuild a MaskSet, removing its tensors from `tensors`; `codes_of(name, pattern, layout)` returns codes."""
     layers, recipe = header.get("layers"), header.get("recipe")
     if not isinstance(layers, dict) or not isinstance(recipe, dict):
-        raise FileError(f"{path} is damaged: its header lacks layers or recipe")
+        raise FileError(f"{path} is damaged: layers and recipe must be JSON objects")
     masks = {}
     for name, entry in layers.items():
         try:
@@ -116,11 +121,11 @@ def masks_from(path: Path, header: Mapping[str, Any], tensors: dict[str, Tensor]
 def _moves(entry: Any, tensors: dict[str, Tensor]) -> Moves:
     keys = [(dim, number) for dims in entry.values() for dim, number in dims.items()]
     if not all(type(number) is int and str(int(dim)) == dim for dim, number in keys):
-        raise ValueError("dimensions and orders must be counted")
+        raise ValueError("dimensions and order numbers must be integers")
     numbers = {number for _, number in keys}
     orders = {number: tensors.pop(f"order:{number}") for number in numbers}
     if any(order.dtype != torch.int32 or order.dim() != 1 for order in orders.values()):
-        raise ValueError("an order must be a list of 32-bit integers")
+        raise ValueError("an order must be a 1-d int32 tensor")
     tuples = {number: tuple(order.tolist()) for number, order in orders.items()}
     return {name: {int(dim): tuples[number] for dim, number in dims.items()} for name, dims in entry.items()}
 
@@ -142,14 +147,14 @@ def _describe(mask: Mask) -> dict[str, Any]:
 
 def _rebuild(name: str, entry: Any, tensors: dict[str, Tensor], codes_of: Any) -> Mask:
     if not isinstance(entry, dict) or entry.keys() != _KEYS:
-        raise ValueError(f"an entry must have exactly {', '.join(sorted(_KEYS))}")
+        raise ValueError(f"an entry must have the keys {', '.join(sorted(_KEYS))}")
     shape, groups, shared = entry["shape"], entry["groups"], entry["shared_with"]
     if not isinstance(shape, list) or not all(type(size) is int and size > 0 for size in [*shape, groups]):
         raise ValueError("shape and groups must be positive integers")
     if not isinstance(shared, list) or not all(isinstance(other, str) for other in shared):
         raise ValueError("shared_with must be a list of names")
     if not all(isinstance(entry[key], str) for key in _TEXTS) or not isinstance(entry["pad"], bool):
-        raise ValueError(f"{', '.join(sorted(_TEXTS))} must be texts, pad true or false")
+        raise ValueError(f"{', '.join(sorted(_TEXTS))} must be strings, pad true or false")
     weights = 1
     for size in shape:
         if (weights := weights * size) > _MAX_WEIGHTS:
@@ -157,7 +162,7 @@ def _rebuild(name: str, entry: Any, tensors: dict[str, Tensor], codes_of: Any) -
     pattern = Pattern(entry["pattern"])
     channel_order = tensors.pop(f"channel_order:{name}", None)
     if channel_order is not None and (channel_order.dtype != torch.int32 or channel_order.dim() != 1):
-        raise ValueError("the channel order must be a list of 32-bit integers")
+        raise ValueError("the channel order must be a 1-d int32 tensor")
     layout = Layout(
         entry["kind"],
         tuple(shape),
@@ -176,7 +181,7 @@ def _fingerprint(name: str, entry: Mapping[str, Any], tensors: dict[str, Tensor]
         return None
     sketch = tensors.pop(f"sketch:{name}")
     if sketch.dtype != torch.float32 or tuple(sketch.shape) != (2, SKETCH) or not bool(sketch.isfinite().all()):
-        raise ValueError(f"the sketch must hold 2 x {SKETCH} finite 32-bit floats")
+        raise ValueError(f"the sketch must be a finite float32 tensor of shape (2, {SKETCH})")
     if not all(isinstance(digest, str) and re.fullmatch("[0-9a-f]{64}", digest) for digest in (dense, masked)):
-        raise ValueError("digests must have 64 hexadecimal digits")
+        raise ValueError("digests must be 64 hexadecimal digits")
     return Fingerprint(dense, masked, *(tuple(numbers) for numbers in sketch.tolist()))

@@ -1,8 +1,8 @@
-"""Fingerprint: what a mask remembers of the weight that it was made for, without storing the weight.
+"""Fingerprints: recognise the weight that a mask was made for without storing it.
 
-Two digests tell whether the weight (dense, or with the mask put on) is still the same to the bit. A sketch of each, 128
-numbers, tells how large an update was: it is linear in the weight, so the sketch of a difference is the difference of
-the sketches, and its norm estimates the norm of the difference (standard error about 6 %, of a ratio of two 9 %).
+Two digests say whether the weight, dense or masked, is still the same bit for bit. A sketch of each, 128 numbers, says
+how large an update was: a sketch is linear in the weight, so the difference of two sketches is the sketch of the
+difference, and its norm estimates the norm of the difference (standard error about 6 %, of a ratio about 9 %).
 """
 
 import hashlib
@@ -20,7 +20,7 @@ _CHUNK = 1 << 20  # a multiple of SKETCH
 
 @dataclass(frozen=True)
 class Fingerprint:
-    """Digests of a weight before and after masking, and its sketch.
+    """Digests and sketches of a weight before and after masking.
 
     >>> weight = torch.randn(64, 64, 3, 3, generator=torch.Generator().manual_seed(0))
     >>> print_ = Fingerprint.of(weight, weight.clamp(min=0))
@@ -40,7 +40,7 @@ class Fingerprint:
         return cls(digest(weight), digest(masked), _numbers(weight), _numbers(masked))
 
     def update(self, weight: Tensor) -> float:
-        """About ||weight - old|| / ||old||, old being the dense weight or the masked one, whichever is nearer."""
+        """Estimate ||weight - old|| / ||old||, where old is the dense or the masked weight, whichever is closer."""
         now = sketch(weight)
         return min(_relative(now, np.asarray(old)) for old in (self.sketch, self.masked_sketch))
 
@@ -55,7 +55,7 @@ def _relative(now: NDArray[np.float64], old: NDArray[np.float64]) -> float:
 
 
 def digest(weight: Tensor) -> str:
-    """SHA-256 of dtype, shape and bytes, in hexadecimal."""
+    """SHA-256 of a tensor's dtype, shape and bytes, in hexadecimal."""
     plain = weight.detach().cpu().clone(memory_format=torch.contiguous_format)
     state = hashlib.sha256(f"{plain.dtype} {tuple(plain.shape)}\n".encode())
     state.update(plain.reshape(-1).view(torch.uint8).numpy().data)
@@ -63,7 +63,7 @@ def digest(weight: Tensor) -> str:
 
 
 def sketch(weight: Tensor) -> NDArray[np.float64]:
-    """Signed sums of every 128th weight; the signs come from a fixed hash of the position."""
+    """Signed sums of every 128th weight, with signs from a fixed hash of the position."""
     flat = weight.detach().cpu().double().reshape(-1).numpy()
     total = np.zeros(SKETCH)
     if not np.isfinite(flat).all():
@@ -76,7 +76,7 @@ def sketch(weight: Tensor) -> NDArray[np.float64]:
 
 
 def _signs(start: int, count: int) -> NDArray[np.float64]:
-    """+1 or -1 for each position, by the splitmix64 finaliser: the same on every machine and version."""
+    """+1 or -1 for each position, from the splitmix64 finaliser: the same on every machine and version."""
     x = np.arange(start, start + count, dtype=np.uint64) * np.uint64(0x9E3779B97F4A7C15)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

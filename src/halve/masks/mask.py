@@ -1,4 +1,4 @@
-"""Mask and MaskSet: what is kept in each layer of a model."""
+"""Mask and MaskSet: which weights are kept in each layer of a model."""
 
 import copy
 from collections.abc import Collection, Iterator, Mapping
@@ -18,7 +18,14 @@ from halve.masks.pattern import Pattern
 
 @dataclass(frozen=True, eq=False)
 class Mask:
-    """The codes of one layer, checked when made: every block legal, no kept place wasted on a virtual column.
+    """The codes of one layer. Every block is legal, and no kept place is wasted on a virtual column.
+
+    Args:
+        pattern: The N:M pattern.
+        layout: How the weight is cut into blocks.
+        stored_codes: Codes of shape (rows, blocks).
+        fingerprint: What is known of the weight that the mask was made for, if anything.
+        shared_with: Other layers that use the same weight.
 
     >>> layout = Layout("linear", (2, 8), block=4)
     >>> mask = Mask.from_scores(Pattern("2:4"), layout, torch.arange(16.0).reshape(2, 8))
@@ -32,7 +39,7 @@ class Mask:
     layout: Layout
     stored_codes: Tensor = field(repr=False)
     fingerprint: Fingerprint | None = field(default=None, repr=False)
-    shared_with: tuple[str, ...] = ()  # other layers that use the same weight
+    shared_with: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         codes = self.stored_codes
@@ -40,13 +47,13 @@ class Mask:
             raise MaskError(f"pattern {self.pattern} does not fit blocks of {self.layout.block}")
         if tuple(codes.shape) != (self.layout.rows, self.layout.blocks):
             raise MaskError(
-                f"expected codes of shape {(self.layout.rows, self.layout.blocks)}, not {tuple(codes.shape)}"
+                f"expected codes of shape {(self.layout.rows, self.layout.blocks)}, got {tuple(codes.shape)}"
             )
         if codes.is_floating_point() or codes.is_complex() or codes.dtype == torch.bool:
-            raise MaskError(f"codes must be integers, not {codes.dtype}")
+            raise MaskError(f"codes must be integers, got {codes.dtype}")
         codes = codes.detach().cpu()
         if codes.numel() and not 0 <= int(codes.min()) <= int(codes.max()) < self.pattern.count:
-            raise MaskError(f"codes of {self.pattern} must lie in 0..{self.pattern.count - 1}")
+            raise MaskError(f"{self.pattern} codes must be in 0..{self.pattern.count - 1}")
         object.__setattr__(self, "stored_codes", codes.to(self.pattern.dtype, copy=True))
         if self.layout.virtual:
             self._check_padding()
@@ -56,11 +63,11 @@ class Mask:
         wasted = wasteful(self.pattern, self.layout)[tail]
         columns = torch.arange(len(wasted))
         if bool(wasted[columns, self.stored_codes[:, tail].long()].any()):
-            raise MaskError("a virtual column takes a kept place that a real weight could have")
+            raise MaskError("a virtual column is kept where a real weight could be")
 
     @classmethod
     def from_scores(cls, pattern: Pattern, layout: Layout, scores: Tensor) -> "Mask":
-        """Keep the N highest scores of each block; `scores` has the weight's shape."""
+        """The mask that keeps the N highest scores of each block. `scores` has the weight's shape."""
         if not bool(scores.isfinite().all()):
             raise MaskError("scores must be finite")
         comparable = scores if scores.is_floating_point() else scores.double()
@@ -68,42 +75,42 @@ class Mask:
 
     @classmethod
     def from_kept(cls, pattern: Pattern, layout: Layout, kept: Tensor) -> "Mask":
-        """From a boolean tensor of the weight's shape, True for kept; refuses what is not legal."""
+        """The mask of a bool tensor of the weight's shape, True for kept. Raises if it is not legal."""
         mask = cls.from_scores(pattern, layout, kept)
         if not torch.equal(mask.kept(), kept.bool().cpu()):
-            raise MaskError(f"not a legal {pattern} mask: some block does not keep exactly {pattern.kept} weights")
+            raise MaskError(f"not a legal {pattern} mask: every block must keep exactly {pattern.kept} weights")
         return mask
 
     @property
     def codes(self) -> Tensor:
-        """The codes, (rows, blocks): a copy, since a mask does not change."""
+        """A copy of the codes, (rows, blocks)."""
         return self.stored_codes.clone()
 
     @property
     def density(self) -> float:
-        """Share of the real weights that is kept."""
+        """Share of the real weights that are kept, from 0 to 1."""
         return self.kept_weights / self.layout.weights
 
     @property
     def kept_weights(self) -> int:
-        """How many real weights are kept."""
+        """Number of real weights that are kept."""
         segment = self.layout.real()[: self.layout.blocks // self.layout.segments]
         kept = int(segment.sum(1).clamp(max=self.pattern.kept).sum())
         return kept * self.layout.segments * self.layout.rows
 
     def kept(self) -> Tensor:
-        """Bool of the weight's shape, True for kept."""
+        """Bool tensor of the weight's shape, True for kept."""
         return self.layout.from_blocks(self.pattern.decode(self.stored_codes))
 
-    def put_on(self, weight: Tensor) -> Tensor:
-        """The weight with zeros where nothing is kept. Never writes to `weight`."""
+    def apply_to(self, weight: Tensor) -> Tensor:
+        """A copy of the weight with zeros where nothing is kept."""
         kept = self.kept().to(weight.device)
         return torch.where(kept, weight, torch.zeros((), dtype=weight.dtype, device=weight.device))
 
     def difference(self, other: "Mask") -> float:
-        """Share of blocks whose choice differs."""
+        """Share of blocks in which the two masks differ."""
         if (self.pattern, self.layout) != (other.pattern, other.layout):
-            raise MaskError("masks of different patterns or layouts cannot be compared block by block")
+            raise MaskError("only masks of the same pattern and layout can be compared")
         return float((self.stored_codes != other.stored_codes).double().mean())
 
     def __eq__(self, other: object) -> bool:
@@ -118,7 +125,7 @@ class Mask:
 
 
 def wasteful(pattern: Pattern, layout: Layout) -> Tensor:
-    """Codes that keep a virtual column where a real weight could be kept: bool (blocks, codes).
+    """Codes that keep a virtual column where a real weight could be kept: bool, (blocks, codes).
 
     >>> wasteful(Pattern("2:4"), Layout("linear", (1, 3), 4, pad=True)).int().tolist()
     [[0, 0, 1, 0, 1, 1]]
@@ -129,11 +136,13 @@ def wasteful(pattern: Pattern, layout: Layout) -> Tensor:
 
 
 class MaskSet(Mapping[str, Mask]):
-    """The masks of all masked layers of a model, by layer name; a read-only mapping.
+    """The masks of a model: a read-only mapping from layer names to masks.
 
-    `statistics`: BatchNorm buffers that `apply` puts on, by their state-dict name (empty unless recalibrated).
-    `recipe`: how the masks were made, plain JSON values.
-    `moves`: how channels move in `apply(permute=True)`, by the state-dict names of what moves (empty unless permuted).
+    Args:
+        masks: The masks by layer name.
+        statistics: Recalibrated BatchNorm buffers by state-dict name, which `apply` copies into the model.
+        recipe: How the masks were made, as plain JSON values.
+        moves: How `apply(permute=True)` reorders channels, by state-dict name. Empty unless permuted.
 
     >>> import halve
     >>> masks = halve.prune(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)))
@@ -183,37 +192,37 @@ class MaskSet(Mapping[str, Mask]):
 
     @property
     def recipe(self) -> dict[str, Any]:
-        """How the masks were made, plain JSON values: a copy."""
+        """A copy of the record of how the masks were made, in plain JSON values."""
         return copy.deepcopy(self._recipe)
 
     @property
     def statistics(self) -> dict[str, Tensor]:
-        """Recalibrated BatchNorm buffers by state-dict name: copies."""
+        """Copies of the recalibrated BatchNorm buffers, by state-dict name."""
         return {name: value.clone() for name, value in self._statistics.items()}
 
     @property
     def moves(self) -> dict[str, dict[int, tuple[int, ...]]]:
-        """How channels move in `apply(permute=True)`: a copy."""
+        """A copy of the channel orders that `apply(permute=True)` uses, by state-dict name and dimension."""
         return {name: dict(dims) for name, dims in self._moves.items()}
 
     @property
     def weights(self) -> int:
-        """Weights in the masked layers, kept or not."""
+        """Number of weights in the masked layers, kept or not."""
         return sum(mask.layout.weights for mask in self.values())
 
     @property
     def density(self) -> float:
-        """Share of the masked layers' weights that is kept."""
+        """Share of the masked layers' weights that are kept, from 0 to 1."""
         return sum(mask.kept_weights for mask in self.values()) / self.weights if self else 1.0
 
     def differences(self, other: "MaskSet") -> dict[str, float]:
-        """For each layer the share of blocks whose choice differs."""
+        """Share of blocks that differ, for each layer."""
         if alone := sorted(self.keys() ^ other.keys()):
-            raise MaskError(f"only one of the two sets masks {listed(alone)}; compare sets of the same layers")
+            raise MaskError(f"only one of the two mask sets has {listed(alone)}; compare masks of the same layers")
         return {name: mask.difference(other[name]) for name, mask in self.items()}
 
     def difference(self, other: "MaskSet") -> float:
-        """Share of all blocks whose choice differs."""
+        """Share of all blocks that differ."""
         shares = self.differences(other)
         sizes = {name: mask.stored_codes.numel() for name, mask in self.items()}
         return sum(shares[name] * sizes[name] for name in sizes) / sum(sizes.values()) if sizes else 0.0
@@ -223,16 +232,16 @@ class MaskSet(Mapping[str, Mask]):
         return MaskSet(self._masks, statistics, self._recipe, self._moves)
 
     def without(self, names: Collection[str]) -> "MaskSet":
-        """The same masks but for these layers, which are left dense."""
-        left = {name: mask for name, mask in self.items() if name not in names}
-        return MaskSet(left, self._statistics, self._recipe, self._moves)
+        """The same masks except those of `names`, which stay dense."""
+        rest = {name: mask for name, mask in self.items() if name not in names}
+        return MaskSet(rest, self._statistics, self._recipe, self._moves)
 
     def with_recipe(self, **entries: Any) -> "MaskSet":
-        """The same masks with entries of the recipe added or replaced."""
+        """The same masks with recipe entries added or replaced."""
         return MaskSet(self._masks, self._statistics, {**self._recipe, **entries}, self._moves)
 
     def save(self, path: str | Path) -> Path:
-        """Write `NAME.masks.safetensors`; atomic. `halve.load` reads it."""
+        """Write the masks to a file, customarily `NAME.masks.safetensors`, atomically. `halve.load` reads it."""
         from halve.masks.file import save
 
         return save(self, path)

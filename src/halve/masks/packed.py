@@ -1,17 +1,16 @@
-"""The packed checkpoint: kept values and the index of each within its block (2 bits for 2:4), the paper's figure 1.
+"""Packed checkpoints: kept values, each with its index within the block (2 bits for 2:4), as in the paper's figure 1.
 
-In fp16 a 2:4 layer takes 36 bits for every 64: 56 % of its dense size. Everything else of the model is stored as it is.
-Reading gives the state dict of `apply(model, masks)` to the bit, and the masks.
+In fp16 a 2:4 layer takes 36 instead of 64 bits per block, 56 % of its dense size. All other tensors are stored
+unchanged. Unpacking returns the state dict of `apply(model, masks)` bit for bit, and the masks.
 """
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from halve.errors import FileError, HalveError, MaskError, ModelError, listed
+from halve.errors import FileError, HalveError, ModelError, OptionError, listed
 from halve.masks import storage
 from halve.masks.apply import OnChanged, apply
 from halve.masks.bits import pack_bits, unpack_bits
@@ -19,13 +18,14 @@ from halve.masks.file import header_of, masks_from, tensors_of
 from halve.masks.layout import Layout
 from halve.masks.mask import Mask, MaskSet
 from halve.masks.pattern import Pattern
+from halve.modules import weight_name
 
-FORMAT = "halve.packed"
+FORMAT = storage.Format("halve.packed", 1, "packed checkpoint", "'halve pack'")
 SUFFIX = ".packed.safetensors"
 
 
 class Unpacked(NamedTuple):
-    """What a packed checkpoint holds."""
+    """The content of a packed checkpoint: the masked model's state dict, and its masks."""
 
     state: dict[str, Tensor]
     masks: MaskSet
@@ -39,7 +39,15 @@ def pack(
     dtype: torch.dtype | None = None,
     on_changed: OnChanged = "warn",
 ) -> Path:
-    """Write the masked model's checkpoint with kept values only; `dtype` casts floating tensors first.
+    """Write the masked model's checkpoint with kept values only, atomically, and return its path.
+
+    Args:
+        model: The dense model. It is not changed.
+        masks: Its masks.
+        path: File to write, customarily `NAME.packed.safetensors`.
+        dtype: Cast floating-point tensors to this dtype first (default: keep theirs).
+        on_changed: What to do if the weights are not those the masks were made for: "warn" (default), "error" or
+            "ignore".
 
     >>> import halve, tempfile
     >>> model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2))
@@ -50,15 +58,13 @@ def pack(
     (True, True)
     """
     if dtype is not None and not dtype.is_floating_point:
-        raise MaskError(
-            f"dtype={dtype} would destroy the weights: pack in a floating-point type, such as torch.float16"
-        )
+        raise OptionError(f"dtype must be a floating-point type, such as torch.float16; got {dtype}")
     state = apply(model, masks, on_changed=on_changed).state_dict(keep_vars=True)
     first = _first_names(state, masks)
     tensors, aliases = tensors_of(masks), {}
     for name, value in state.items():
         if not isinstance(value, Tensor):
-            raise ModelError(f"the state dict entry {name} is a {type(value).__name__}: only tensors can be packed")
+            raise ModelError(f"only tensors can be packed, but {name} in the state dict is a {type(value).__name__}")
         value = _cast(name, value.detach(), dtype)
         layer = _layer(name)
         if first[name] != name:
@@ -73,7 +79,8 @@ def pack(
             tensors[f"tensor:{name}"] = value
     if lost := [name for name in masks if f"values:{name}" not in tensors]:
         raise ModelError(
-            f"the state dict has no weight of {listed(lost)}, so it cannot be packed: is it no parameter or buffer?"
+            f"the state dict has no weight of {listed(lost)}, so it cannot be packed: "
+            f"register it as a parameter or a buffer"
         )
     return storage.write(path, FORMAT, {**header_of(masks), "aliases": aliases}, tensors)
 
@@ -83,25 +90,28 @@ def _cast(name: str, value: Tensor, dtype: torch.dtype | None) -> Tensor:
         return value
     result = value.to(dtype)
     if bool(result.isinf().any()) and not bool(value.isinf().any()):
-        raise ModelError(f"{name} holds values up to {float(value.abs().max()):.3g}, too large for {dtype}")
+        raise ModelError(f"{name} has values up to {float(value.abs().max()):.3g}, which overflow {dtype}")
     return result
 
 
 def _layer(name: str) -> str | None:
-    """The layer whose weight a state-dict entry is; '' for a model that is one layer."""
+    """The layer whose weight a state-dict entry is, if it is one; '' if the model itself is a layer."""
     head, _, tail = name.rpartition(".")
     return head if tail == "weight" else None
 
 
 def _first_names(state: dict[str, Tensor], masks: MaskSet) -> dict[str, str]:
-    """For each name the one under which its tensor is stored; ties are stored once, a masked layer's name first."""
+    """For each name, the name its tensor is stored under. Tied tensors are stored once, under a masked layer's name."""
     seen: dict[int, str] = {}
     names = sorted(state, key=lambda name: _layer(name) not in masks)
     return {name: seen.setdefault(id(state[name]), name) for name in names}
 
 
 def unpack(path: str | Path) -> Unpacked:
-    """Read what `pack` wrote: the masked model's state dict, and the masks.
+    """Read a packed checkpoint: the masked model's state dict, and the masks.
+
+    Args:
+        path: A file that `pack` wrote.
 
     >>> import halve, tempfile
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
@@ -113,7 +123,9 @@ def unpack(path: str | Path) -> Unpacked:
     path = Path(path)
     _, header, tensors = storage.read(path, [FORMAT])
     if header.keys() - {"moves"} != {"layers", "recipe", "aliases"}:
-        raise FileError(f"{path} is damaged: its header must have exactly layers, recipe, aliases, and may have moves")
+        raise FileError(
+            f"{path} is damaged: its header must have the keys layers, recipe, aliases and optionally moves"
+        )
     kept: dict[str, Tensor] = {}
 
     def codes(name: str, pattern: Pattern, layout: Layout) -> Tensor:
@@ -123,36 +135,19 @@ def unpack(path: str | Path) -> Unpacked:
     masks = masks_from(path, header, tensors, codes)
     try:
         state = {
-            f"{name}.weight".lstrip("."): _weight(mask, kept[name], tensors.pop(f"values:{name}"))
-            for name, mask in masks.items()
+            weight_name(name): _weight(mask, kept[name], tensors.pop(f"values:{name}")) for name, mask in masks.items()
         }
         more = {key.removeprefix("tensor:"): tensors.pop(key) for key in list(tensors) if key.startswith("tensor:")}
         aliases = header["aliases"]
         if more.keys() & state.keys() or aliases.keys() & (more | state).keys():
-            raise FileError("a tensor stands twice")
+            raise FileError("a tensor is stored twice")
         state |= more
         state |= {name: state[other] for name, other in aliases.items()}
     except (HalveError, KeyError, TypeError, AttributeError, RuntimeError) as error:
         raise FileError(f"{path} is damaged: {error}") from error
     if tensors:
-        raise FileError(f"{path} is damaged: it holds tensors that belong to nothing")
+        raise FileError(f"{path} is damaged: it has tensors that belong to nothing: {listed(sorted(tensors))}")
     return Unpacked(state, masks)
-
-
-def packed_share(masks: Iterable[Mask], bits_per_value: int = 16) -> float:
-    """Packed size of the masked layers over their dense size.
-
-    >>> from halve.masks.layout import Layout
-    >>> layout = Layout("linear", (8, 8), block=4)
-    >>> packed_share([Mask.from_scores(Pattern("2:4"), layout, torch.randn(8, 8))])
-    0.5625
-    """
-    packed = dense = 0
-    for mask in masks:
-        each = mask.pattern.kept * (bits_per_value + _index_bits(mask.pattern))
-        packed += mask.stored_codes.numel() * each
-        dense += mask.layout.weights * bits_per_value
-    return packed / dense
 
 
 def _index_bits(pattern: Pattern) -> int:
@@ -162,7 +157,7 @@ def _index_bits(pattern: Pattern) -> int:
 def _kept(stream: Tensor, values: Tensor, pattern: Pattern, layout: Layout) -> Tensor:
     shape = (layout.rows, layout.blocks, pattern.kept)
     if tuple(values.shape) != shape:
-        raise FileError(f"expected values of shape {shape}, not {tuple(values.shape)}")
+        raise FileError(f"expected values of shape {shape}, got {tuple(values.shape)}")
     index = unpack_bits(stream, values.numel(), _index_bits(pattern)).reshape(shape)
     if bool((index >= pattern.size).any()) or bool((index.diff(dim=-1) <= 0).any()):
         raise FileError(f"the indices of a block must ascend within 0..{pattern.size - 1}")

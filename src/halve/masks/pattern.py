@@ -1,12 +1,11 @@
-"""Pattern: the N:M rule, and the codes that number its legal choices.
+"""N:M patterns, and the codes that number the legal choices within a block.
 
-N of every M weights are *kept*. A code numbers one legal choice within a block. Codes follow the lexicographic order of
-the kept positions; for 2:4 that is
+N of every M weights are *kept*. Codes follow the lexicographic order of the kept positions; for 2:4:
 
     code      0     1     2     3     4     5
     kept     0,1   0,2   0,3   1,2   1,3   2,3
 
-and this order never changes, since mask files store codes.
+Mask files store codes, so this order never changes.
 """
 
 import functools
@@ -22,12 +21,15 @@ from halve.errors import PatternError
 
 MAX_CODES = 65_536
 MAX_SIZE = 256
-_CHUNK = 1 << 20  # blocks sorted at a time: bounds the memory of `choose` on very wide layers
+_CHUNK = 1 << 20  # blocks sorted at a time, to bound the memory of `choose`
 
 
 @dataclass(frozen=True, init=False, order=True)
 class Pattern:
-    """N kept of every M weights.
+    """An N:M rule: N of every M weights are kept.
+
+    Args:
+        rule: "N:M" with 1 <= N <= M <= 256, such as "2:4"; or a Pattern.
 
     >>> p = Pattern("2:4")
     >>> p.kept, p.size, p.count
@@ -47,16 +49,17 @@ class Pattern:
         else:
             match = re.fullmatch(r"(\d{1,4}):(\d{1,4})", rule) if isinstance(rule, str) else None
             if match is None:
-                raise PatternError(f"pattern {rule!r} is not of the form 'N:M', N kept of every M, such as '2:4'")
+                raise PatternError(f"pattern must have the form 'N:M' (N kept of every M), such as '2:4'; got {rule!r}")
             kept, size = int(match[1]), int(match[2])
         if not 1 <= kept <= size <= MAX_SIZE:
             raise PatternError(
-                f"pattern '{kept}:{size}' keeps {kept} of every {size}: N must be from 1 to M, M at most {MAX_SIZE}"
+                f"pattern '{kept}:{size}' keeps {kept} of every {size} weights: N must be between 1 and M, and M at "
+                f"most {MAX_SIZE}"
             )
         if (count := math.comb(size, kept)) > MAX_CODES:
             raise PatternError(
-                f"pattern '{kept}:{size}' has {count:,} legal choices per block, more than the {MAX_CODES:,} that "
-                f"can be numbered; take a smaller M, such as '2:4' (6 choices) or '4:8' (70)"
+                f"pattern '{kept}:{size}' has {count:,} legal choices per block, more than the supported "
+                f"{MAX_CODES:,}; use a smaller M, such as '2:4' (6 choices) or '4:8' (70)"
             )
         object.__setattr__(self, "kept", kept)
         object.__setattr__(self, "size", size)
@@ -69,38 +72,39 @@ class Pattern:
 
     @property
     def count(self) -> int:
-        """How many legal choices a block has: C(M, N)."""
+        """Number of legal choices per block: C(M, N)."""
         return math.comb(self.size, self.kept)
 
     @property
     def bits(self) -> int:
-        """Bits that one code takes in a file."""
+        """Bits per code in a file."""
         return max(1, (self.count - 1).bit_length())
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type of code tensors."""
+        """The dtype of code tensors."""
         return torch.uint8 if self.count <= 256 else torch.int32
 
     def table(self) -> Tensor:
-        """All choices, bool of shape (count, M); row i is code i, True is kept."""
+        """All choices as bool, (count, M): row i is code i, True means kept."""
         return _table(self).clone()
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Codes of any shape -> kept, bool of shape (*codes, M)."""
+        """Turn codes of any shape into a bool tensor of shape (*codes.shape, M), True for kept."""
         return _table(self).to(codes.device)[codes.long()]
 
     def encode(self, kept: Tensor) -> Tensor:
-        """Kept, bool of shape (..., M) -> codes; the inverse of `decode`."""
+        """The inverse of `decode`: codes for a bool tensor of shape (..., M)."""
         if kept.shape[-1:] != (self.size,) or not bool((kept.sum(-1) == self.kept).all()):
             raise PatternError(f"cannot encode: every block must keep exactly {self.kept} of {self.size} weights")
         positions = kept.nonzero()[:, -1].reshape(*kept.shape[:-1], self.kept)
         return self._rank(positions)
 
     def choose(self, scores: Tensor) -> Tensor:
-        """The code that keeps the N highest scores of each block; ties go to the lower position.
+        """The codes that keep the N highest scores of each block. Ties go to the lower position.
 
-        scores: (..., M), no NaN -> codes (...).
+        Args:
+            scores: Tensor of shape (..., M) without NaN.
         """
         flat = scores.reshape(-1, self.size)
         codes = [self._rank(self._best(part)) for part in torch.split(flat, _CHUNK)]
@@ -111,7 +115,7 @@ class Pattern:
         return ranked[:, : self.kept].sort(dim=-1).values
 
     def _rank(self, positions: Tensor) -> Tensor:
-        """Lexicographic rank of ascending kept positions (..., N)."""
+        """Lexicographic rank of ascending kept positions, (..., N)."""
         rank = _rank_table(self).to(positions.device)
         steps = torch.arange(self.kept, device=positions.device)
         return (self.count - 1 - rank[steps, positions].sum(-1)).to(self.dtype)
@@ -126,7 +130,7 @@ def _table(pattern: Pattern) -> Tensor:
 
 @functools.cache
 def _rank_table(pattern: Pattern) -> Tensor:
-    """Entry (i, p): how many later choices the i-th kept position at p leaves behind it."""
+    """Entry (i, p): how many choices come later when the i-th kept position is p."""
     n, m = pattern.kept, pattern.size
-    # Entries that no ascending choice reaches can be astronomically large; they are never read.
+    # Entries that no ascending choice reaches can be huge, but are never read: clamp them.
     return torch.tensor([[min(math.comb(m - 1 - p, n - i), MAX_CODES) for p in range(m)] for i in range(n)])

@@ -1,4 +1,4 @@
-"""What masks remember of how they were made."""
+"""What masks record of how they were made."""
 
 from typing import Any
 
@@ -11,13 +11,13 @@ from halve.version import VERSION
 
 
 def with_fingerprint(mask: Mask, weight: Tensor, shared_with: tuple[str, ...]) -> Mask:
-    """The mask, remembering the weight that it is made for."""
-    fingerprint = Fingerprint.of(weight, mask.put_on(weight))
+    """The mask with a fingerprint of the weight it is made for."""
+    fingerprint = Fingerprint.of(weight, mask.apply_to(weight))
     return Mask(mask.pattern, mask.layout, mask.stored_codes, fingerprint, shared_with)
 
 
 def origin_of(model: nn.Module) -> dict[str, Any]:
-    """What a recipe says of the model and of the software.
+    """Recipe entries that identify the model and the software.
 
     >>> origin_of(nn.ReLU())["model"]
     'torch.nn.modules.activation.ReLU'

@@ -1,8 +1,9 @@
-"""Safetensors files that are written whole or not at all, and read with suspicion.
+"""The envelope of halve's files: safetensors, written atomically and read with suspicion.
 
-Both of halve's file types use the same envelope, specified byte by byte in docs/file-format.md: an ordinary safetensors
-file whose metadata holds `format`, `version`, `header` (JSON) and `sha256` over everything else. Loading never runs
-code, never allocates more than a small multiple of the file's size, and raises `FileError` for what is not as written.
+Mask files, packed checkpoints and run states share this envelope, specified byte by byte in docs/file-format.md: an
+ordinary safetensors file whose metadata holds `format`, `version`, `header` (JSON) and `sha256` over everything else.
+Reading never runs code, never allocates more than a small multiple of the file's size, and raises `FileError` for
+anything that is not exactly as written.
 """
 
 import contextlib
@@ -13,6 +14,7 @@ import os
 import secrets
 import struct
 from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -23,19 +25,31 @@ from torch import Tensor
 
 from halve.errors import FileError, listed
 
-VERSION = 1
-MAX_BYTES = 1 << 36  # 64 GiB: no convolutional network comes near
+MAX_BYTES = 1 << 36  # 64 GiB: far beyond any convolutional network
 MAX_HEADER = 100_000_000  # safetensors' own limit
 
 
-def write(path: str | Path, format_: str, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
-    """Write the envelope atomically and return the path."""
+@dataclass(frozen=True)
+class Format:
+    """A kind of file with its own version number.
+
+    `kind` and `made_by` are for messages: what the file is called, and how to make a new one.
+    """
+
+    name: str
+    version: int
+    kind: str
+    made_by: str
+
+
+def write(path: str | Path, format_: Format, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
+    """Write an envelope atomically and return its path."""
     try:
         text = json.dumps(header, allow_nan=False, ensure_ascii=False)
         text.encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise FileError(f"cannot write {path}: the header holds what JSON cannot: {error}") from error
-    metadata = {"format": format_, "version": str(VERSION), "header": text}
+        raise FileError(f"cannot write {path}: the header is not valid JSON: {error}") from error
+    metadata = {"format": format_.name, "version": str(format_.version), "header": text}
     return write_atomically(path, _serialised(path, tensors, metadata))
 
 
@@ -44,7 +58,7 @@ def _serialised(path: str | Path, tensors: Mapping[str, Tensor], metadata: dict[
         name for name, t in tensors.items() if t.is_meta or t.dtype == torch.complex128 or t.layout != torch.strided
     ]:
         kinds = [f"{name} ({tensors[name].dtype}, {tensors[name].layout}, {tensors[name].device.type})" for name in odd]
-        raise FileError(f"cannot write {path}: only dense real tensors can be stored, not {listed(kinds)}")
+        raise FileError(f"cannot write {path}: only dense real tensors can be stored, got {listed(kinds)}")
     plain = {
         name: tensor.detach().cpu().clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()
     }
@@ -52,10 +66,10 @@ def _serialised(path: str | Path, tensors: Mapping[str, Tensor], metadata: dict[
 
 
 def write_atomically(path: str | Path, content: bytes) -> Path:
-    """Write beside the path, flush to disk, then rename: a reader sees the old file or the new one, never a part."""
+    """Write to a sibling file, flush, then rename: a reader sees the old file or the new one, never a part."""
     path = Path(path)
     if not path.name or "\0" in str(path):
-        raise FileError(f"cannot write {str(path)!r}: it names no file")
+        raise FileError(f"cannot write {str(path)!r}: it is not a file name")
     sibling = path.with_name(f".{path.name}.{secrets.token_hex(6)}.part")
     try:
         with open(os.open(sibling, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
@@ -64,7 +78,8 @@ def write_atomically(path: str | Path, content: bytes) -> Path:
             os.fsync(file.fileno())
         os.replace(sibling, path)
     except OSError as error:
-        hint = "free some space or choose another folder" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "check it"
+        full = error.errno in (errno.ENOSPC, errno.EDQUOT)
+        hint = "free some space or choose another folder" if full else "check the path and its permissions"
         raise FileError(f"cannot write {path}: {error.strerror or error}; nothing was written, {hint}") from error
     finally:
         with contextlib.suppress(OSError):
@@ -72,34 +87,44 @@ def write_atomically(path: str | Path, content: bytes) -> Path:
     return path
 
 
-def read(path: str | Path, formats: Iterable[str]) -> tuple[str, dict[str, Any], dict[str, Tensor]]:
-    """Read and check an envelope of one of `formats` -> (format, header, tensors)."""
-    path, formats = Path(path), tuple(formats)
+def read(path: str | Path, formats: Iterable[Format]) -> tuple[Format, dict[str, Any], dict[str, Tensor]]:
+    """Read and check an envelope in one of `formats`; returns its format, header and tensors."""
+    path = Path(path)
     content = read_bytes(path)
     metadata = _metadata(path, content)
-    if metadata.get("format") not in formats:
-        raise FileError(
-            f"{path} is a safetensors file but not one of {' or '.join(formats)}; 'halve prune' writes mask files, "
-            f"'halve pack' packed checkpoints"
-        )
-    if metadata.get("version") != str(VERSION):
-        raise FileError(
-            f"{path} has format version {metadata.get('version')!r}, this halve reads {VERSION}: upgrade halve"
-        )
+    format_ = _format_in(path, metadata, tuple(formats))
     try:
         tensors = safetensors.torch.load(content)
     except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise FileError(f"{path} is damaged: {error}") from error
     if _checksum(metadata, tensors) != metadata.get("sha256"):
-        raise FileError(f"{path} is damaged: its checksum does not fit its content; write or copy it again")
+        raise FileError(f"{path} is damaged: its checksum does not match its content; copy it or make it again")
     header = _json(path, metadata.get("header", ""))
     if not isinstance(header, dict):
-        raise FileError(f"{path} is damaged: its header is no JSON object")
-    return metadata["format"], header, tensors
+        raise FileError(f"{path} is damaged: its header is not a JSON object")
+    return format_, header, tensors
+
+
+def _format_in(path: Path, metadata: Mapping[str, str], formats: tuple[Format, ...]) -> Format:
+    """The format that the metadata names, if it is one of `formats` and of the version that this halve reads."""
+    format_ = next((known for known in formats if known.name == metadata.get("format")), None)
+    if format_ is None:
+        kinds = " or ".join(known.kind for known in formats)
+        hints = "; ".join(f"{known.made_by} writes a {known.kind}" for known in formats)
+        raise FileError(f"{path} is a safetensors file, but not a {kinds}; {hints}")
+    version = metadata.get("version", "")
+    if version == str(format_.version):
+        return format_
+    if not version.isascii() or not version.isdigit() or len(version) > 9:
+        raise FileError(f"{path} is damaged: its format version must be a number, got {version[:20]!r}")
+    what = f"{path} is a {format_.kind} of format version {version}, this halve reads version {format_.version}"
+    if int(version) > format_.version:
+        raise FileError(f"{what}: it was made by a newer halve, upgrade halve to read it")
+    raise FileError(f"{what}: it was made by an older halve, make it again with {format_.made_by}")
 
 
 def format_of(path: str | Path) -> str | None:
-    """The `format` in a safetensors file's metadata, '' where it names none; None where it is no safetensors file."""
+    """The `format` in a safetensors file's metadata, '' if it has none; None if it is not a safetensors file."""
     path = Path(path)
     content = read_bytes(path, 8)
     length = struct.unpack("<Q", content)[0] if len(content) == 8 else 0
@@ -110,10 +135,10 @@ def format_of(path: str | Path) -> str | None:
 
 
 def read_bytes(path: Path, most: int | None = None) -> bytes:
-    """The content of a regular file of a plausible size, or its beginning."""
+    """The content of a regular file of plausible size, or its first `most` bytes."""
     try:
         if not path.is_file():
-            raise FileError(f"{path}: no such file" if not path.exists() else f"{path} is no regular file")
+            raise FileError(f"{path}: no such file" if not path.exists() else f"{path} is not a regular file")
         size = path.stat().st_size
         if size > MAX_BYTES:
             raise FileError(f"{path} has {size:,} bytes, more than the {MAX_BYTES:,} that halve reads")
@@ -128,30 +153,30 @@ def read_bytes(path: Path, most: int | None = None) -> bytes:
 def _metadata(path: Path, content: bytes) -> dict[str, str]:
     length = struct.unpack("<Q", content[:8])[0] if len(content) >= 8 else 0
     if not 2 <= length <= min(len(content) - 8, MAX_HEADER):
-        raise FileError(f"{path} is no safetensors file, or was cut short")
+        raise FileError(f"{path} is not a safetensors file, or is truncated")
     try:
         text = content[8 : 8 + length].decode()
     except UnicodeDecodeError as error:
-        raise FileError(f"{path} is no safetensors file: {error}") from error
+        raise FileError(f"{path} is not a safetensors file: {error}") from error
     header = _json(path, text)
     metadata = header.get("__metadata__", {}) if isinstance(header, dict) else None
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
-        raise FileError(f"{path} is no safetensors file, or is damaged: its header has no usable metadata")
+        raise FileError(f"{path} is not a safetensors file, or is damaged: its header has no usable metadata")
     return metadata
 
 
 def _json(path: Path, text: str) -> Any:
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    def unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)
         if len(result) != len(pairs):
-            raise ValueError("a key stands twice")
+            raise ValueError("duplicate key")
         return result
 
     def refuse(constant: str) -> None:
-        raise ValueError(f"{constant} is no JSON")
+        raise ValueError(f"{constant} is not JSON")
 
     try:
-        return json.loads(text, object_pairs_hook=once, parse_constant=refuse)
+        return json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
     except (ValueError, RecursionError) as error:
         raise FileError(f"{path} is damaged: its header cannot be read ({error})") from error
 

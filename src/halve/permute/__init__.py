@@ -1,1 +1,1 @@
-"""Channel orders that keep a network's function."""
+"""Permute channels without changing a network's function."""

@@ -1,7 +1,7 @@
-"""Channel orders that keep a network's function and let blocks keep more of a score.
+"""Find channel orders in which blocks keep more of a score, without changing the network's function.
 
-The captured graph says which channels must move together; for each such set the order is searched that keeps most in
-all masked layers that read it. Codes still refer to the original checkpoint, through the order in each mask's layout.
+The captured graph shows which channels must move together. For each such set, one order is searched that keeps the most
+in all masked layers that read it. Codes still refer to the checkpoint: each mask's layout has its channel order.
 """
 
 import dataclasses
@@ -13,34 +13,34 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halve.batches import Forward, Progress
-from halve.errors import ModelError
+from halve.batches import Forward, Progress, images_of, to_device, tracked
+from halve.errors import OptionError
 from halve.graph import Captured, capture
 from halve.masks.layout import Layout
 from halve.masks.moves import Moves, move_
 from halve.masks.pattern import Pattern
 from halve.modules import kind_of
-from halve.permute.equivalence import Sameness
+from halve.permute.equivalence import Equivalence
 from halve.permute.search import best_order
 from halve.permute.trace.axes import Axis, Spans
 from halve.permute.trace.channels import Channels
 from halve.select.select import Choice
 
 SECONDS = 120.0
-_GENEROUS = 3.0  # times its share of the time that is left: most searches end sooner
-_SHORTEST = 0.5  # seconds: small sets of channels are searched in no time, and come first
+_OVERSHARE = 3.0  # times its share of the remaining time: most searches end sooner
+_SHORTEST = 0.5  # seconds: small sets of channels come first and need almost no time
 
 
 @dataclass(frozen=True)
 class Permutation:
-    """The outcome: the choices with their channel orders, the moves that go with them, and what was gained."""
+    """The choices with their channel orders, the moves that belong to them, and a summary for the recipe."""
 
     choices: tuple[Choice, ...]
     moves: Moves
     summary: dict[str, Any]
 
     def plain(self) -> dict[str, Any]:
-        """As JSON values, for the checkpoint of a run."""
+        """The permutation as JSON values, for a run state."""
         numbers: dict[tuple[int, ...], int] = {}
         layers = {
             choice.name: numbers.setdefault(choice.layout.channel_order, len(numbers))
@@ -55,7 +55,7 @@ class Permutation:
 
     @classmethod
     def restored(cls, choices: Sequence[Choice], plain: Mapping[str, Any]) -> "Permutation":
-        """What `plain` gave, for the same choices without their orders."""
+        """The inverse of `plain`, given the same choices without their channel orders."""
         orders = [tuple(order) for order in plain["orders"]]
         layers = {name: orders[number] for name, number in plain["layers"].items()}
         moves = {name: {int(d): orders[n] for d, n in dims.items()} for name, dims in plain["moves"].items()}
@@ -70,7 +70,7 @@ class Permutation:
 
 @dataclass(frozen=True)
 class _Reader:
-    """A masked layer's scores of the channels of one axis: (rows, channels)."""
+    """A masked layer's scores along one axis: (rows, channels)."""
 
     pattern: Pattern
     scores: Tensor
@@ -87,16 +87,26 @@ def permute(
     seed: int = 0,
     progress: Progress | None = None,
 ) -> Permutation:
-    """Search for channel orders in which `scores` (of the weights' shapes, not negative) keep more.
+    """Search for channel orders in which blocks keep more of the scores.
 
-    Layers whose channels cannot move keep their order; the summary says why. Before anything is returned the model is
-    run with its channels moved, and must give the same outputs.
+    Layers whose channels cannot move keep their order; the summary says why. The result is only returned if the model
+    gives the same outputs with its channels moved.
+
+    Args:
+        model: The model. It is not changed.
+        choices: The masked layers.
+        scores: Scores by layer name, in the shape of the weights.
+        example: A batch to capture the model on.
+        forward: How to run the model on a batch, if unusual.
+        seconds: Time limit of the search. Default: 120.
+        seed: Seed of the search.
+        progress: Progress display.
     """
-    if not isinstance(seconds, int | float) or not seconds >= 0:
-        raise ModelError(f"permute_seconds={seconds!r}: a number of seconds, 0 or more")
+    check_seconds(seconds)
     started = time.monotonic()
+    example = to_device(example if forward is not None else images_of(example), model)
     captured = capture(model, example, forward)
-    same = Sameness(model, example, forward)
+    equivalence = Equivalence(model, example, forward)
     channels = Channels(captured)
     names = _first_names(model)
     inputs = {choice.name: _input_spans(model, choice, channels, names) for choice in choices}
@@ -104,8 +114,8 @@ def permute(
     orders, kept = _search(readers, axes, started + seconds, seed, progress)
     result = tuple(_with_order(choice, inputs[choice.name], orders) for choice in choices)
     moves = moves_of(channels, orders)
-    move_(same.copy, moves)
-    same.check()
+    move_(equivalence.copy, moves)
+    equivalence.check()
     summary = {
         "axes": len(orders),
         "layers": sum(choice.layout.channel_order is not None for choice in result if choice.layout),
@@ -120,10 +130,17 @@ def permute(
     return Permutation(result, moves, summary)
 
 
+def check_seconds(seconds: float) -> float:
+    """The time limit of a search; raises `OptionError` if it is not a number of at least 0."""
+    if not isinstance(seconds, int | float) or not seconds >= 0:
+        raise OptionError(f"permute_seconds must be a number of at least 0, got {seconds!r}")
+    return seconds
+
+
 def _readers(
     choices: Sequence[Choice], inputs: Mapping[str, Spans | None], scores: Mapping[str, Tensor]
 ) -> tuple[dict[int, list[_Reader]], dict[int, Axis]]:
-    """For each axis the scores of the layers that read it in whole blocks."""
+    """For each axis, the scores of the layers that read it in complete blocks."""
     readers: dict[int, list[_Reader]] = {}
     axes: dict[int, Axis] = {}
     for choice in choices:
@@ -142,7 +159,7 @@ def _readers(
 
 
 def _relative(layout: Layout, scores: Tensor) -> Tensor:
-    """(rows x positions, channels), over their mean: no layer counts more because its numbers are larger."""
+    """Scores divided by their mean, (rows x positions, channels), so that all layers count the same."""
     plain = dataclasses.replace(layout, channel_order=None, pad=False, block=1)
     table = plain.to_blocks(scores.double()).reshape(-1, layout.channels)
     table = table / table.abs().max().clamp(min=1e-300)
@@ -157,20 +174,19 @@ def _search(
     seed: int,
     progress: Progress | None,
 ) -> tuple[dict[int, tuple[int, ...]], tuple[float, float, bool]]:
-    """The order of each axis, and the mean share of the score that is kept before, after, and whether time sufficed."""
+    """The order of each axis, and (share of the scores kept before, after, whether all searches finished)."""
     costs = {key: axes[key].size ** 2 * sum(len(r.scores) for r in found) for key, found in readers.items()}
     before = after = weight = 0.0
     finished = True
     orders = {}
-    track = progress or (lambda items, _: items)
-    left = sum(costs.values())
-    for key in track(sorted(readers, key=lambda key: costs[key]), "channel orders"):
+    cost_left = sum(costs.values())
+    for key in tracked(sorted(readers, key=lambda key: costs[key]), progress, "channel orders"):
         pattern = readers[key][0].pattern
         together = torch.cat([reader.scores for reader in readers[key] if reader.pattern == pattern])
-        rest = deadline - time.monotonic()
-        share = min(rest, max(_SHORTEST, rest * _GENEROUS * costs[key] / left))
+        time_left = deadline - time.monotonic()
+        share = min(time_left, max(_SHORTEST, time_left * _OVERSHARE * costs[key] / cost_left))
         found = best_order(together, pattern, seconds=share, seed=seed)
-        left -= costs[key]
+        cost_left -= costs[key]
         total = float(together.sum())
         before, after, weight = before + found.kept_before * total, after + found.kept_after * total, weight + total
         finished = finished and found.finished
@@ -187,7 +203,7 @@ def _with_order(choice: Choice, spans: Spans | None, orders: Mapping[int, tuple[
 
 
 def _order_along(spans: Spans, orders: Mapping[int, tuple[int, ...]]) -> tuple[int, ...] | None:
-    """The order of a whole dimension; None where nothing moves along it."""
+    """The order of a tensor dimension; None if nothing moves along it."""
     if not any(id(span.axis) in orders for span in spans):
         return None
     result: list[int] = []
@@ -199,7 +215,7 @@ def _order_along(spans: Spans, orders: Mapping[int, tuple[int, ...]]) -> tuple[i
 
 
 def moves_of(channels: Channels, orders: Mapping[int, tuple[int, ...]]) -> Moves:
-    """What moves when these axes take these orders; keys are the axes' ids."""
+    """The moves of all tensors when axes, given by id, take these orders."""
     known: dict[tuple[int, ...], tuple[int, ...]] = {}  # equal orders become one object
     moves: dict[str, dict[int, tuple[int, ...]]] = {}
     for (tensor, dim), spans in channels.items():
@@ -218,24 +234,24 @@ def _input_spans(model: nn.Module, choice: Choice, channels: Channels, names: Ma
 
 
 def _why(choice: Choice, spans: Spans | None, captured: Captured) -> str:
-    """Why the channels that a layer reads stay in their order."""
+    """Why the input channels of a layer keep their order."""
     layout = choice.layout
     assert layout is not None
     if layout.order == "flat":
         return "its blocks do not run along channels"
     if layout.groups > 1:
-        return "it is a grouped convolution"
+        return "grouped convolution"
     if spans is None:
         return captured.uncaptured.get(choice.name, "its weight is computed, or not in the captured graph")
     if all(span.axis.pinned for span in spans):
         return next(str(span.axis.pinned) for span in spans)
     if any(span.repeat > 1 for span in spans):
-        return "several of its weights in a row belong to one channel"
-    return "no order that keeps more was found"
+        return "several neighbouring weights belong to one channel"
+    return "no better order was found"
 
 
 def _not_run(model: nn.Module, channels: Channels, names: Mapping[int, str]) -> list[str]:
-    """Layers that the graph does not hold, such as auxiliary heads: in training they would read moved channels."""
+    """Layers outside the captured graph, such as auxiliary heads: in training they would read moved channels."""
     known = {tensor for (tensor, _), _ in channels.items()}
     layers = [(name, module._parameters.get("weight")) for name, module in model.named_modules() if kind_of(module)]
     return [name for name, weight in layers if weight is not None and names[id(weight)] not in known]

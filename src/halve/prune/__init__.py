@@ -1,1 +1,1 @@
-"""Masks in one shot, from scores."""
+"""Choose masks in one shot, from scores."""

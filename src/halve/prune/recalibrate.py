@@ -1,4 +1,4 @@
-"""BatchNorm statistics that fit a masked model."""
+"""Recalibrate BatchNorm statistics for a masked model."""
 
 from typing import Any
 
@@ -7,10 +7,11 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from halve.batches import Forward, Progress, count_of, iterate, run
-from halve.errors import DataError, ModelError
+from halve.errors import ModelError
 from halve.masks.apply import OnChanged, apply
 from halve.masks.mask import MaskSet
 from halve.modules import clone
+from halve.prune.statistics import check_finite
 
 
 def recalibrate(
@@ -22,14 +23,23 @@ def recalibrate(
     progress: Progress | None = None,
     on_changed: OnChanged = "warn",
 ) -> MaskSet:
-    """The same masks, with BatchNorm statistics corrected for what the masks shift, measured on `data` (no labels).
+    """Return the same masks with BatchNorm statistics that are corrected for the effect of the masks.
 
-    Both the dense and the masked model run over the same images with batch statistics; the difference between the two
-    is put on the statistics that the model came with: means move by it, variances scale by the ratio. So a mask that
-    changes nothing changes no statistics, and images that are not quite like the training images (other crops, no
+    The dense and the masked model run on the same images with batch statistics. The model's own statistics are then
+    corrected by the difference between the two: means are shifted, variances are scaled by the ratio. A mask that
+    removes nothing changes no statistics, and images that differ slightly from the training images (other crops, no
     augmentation) do no harm. A few thousand images in batches of 64 or more are enough.
 
-    The statistics travel with the masks and are put on by `apply`; the model stays as it is.
+    The statistics are stored with the masks, and `apply` copies them into the masked model.
+
+    Args:
+        model: The dense model. It is not changed.
+        masks: Its masks.
+        data: Batches of images; labels are not needed.
+        forward: `forward(model, batch)` runs the model on an unusual batch.
+        progress: Progress display, such as `tqdm.tqdm` or `rich.progress.track`.
+        on_changed: What to do if the weights are not those the masks were made for: "warn" (default), "error" or
+            "ignore".
 
     >>> import halve
     >>> model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8 * 36, 2)).eval()
@@ -41,7 +51,7 @@ def recalibrate(
     dense = clone(model)
     norms, before = _measuring_(sparse), _measuring_(dense)
     if not norms:
-        raise ModelError(f"{type(model).__name__} has no BatchNorm with running statistics: nothing to recalibrate")
+        raise ModelError(f"{type(model).__name__} has nothing to recalibrate: no BatchNorm with running statistics")
     original = dict(model.named_buffers(remove_duplicate=False))
     images = 0
     with torch.no_grad():
@@ -52,20 +62,19 @@ def recalibrate(
     statistics: dict[str, Tensor] = {}
     for name, norm in norms.items():
         if int(norm.num_batches_tracked or 0) == 0:
-            continue  # this layer does not run at inference, such as an auxiliary classifier
+            continue  # does not run at inference, such as an auxiliary classifier
         mean, variance = original[f"{name}.running_mean"], original[f"{name}.running_var"]
         shift = _of(norm, "running_mean") - _of(before[name], "running_mean")
         eps = norm.eps
         ratio = (_of(norm, "running_var") + eps) / (_of(before[name], "running_var") + eps)
         statistics[f"{name}.running_mean"] = mean + shift
         statistics[f"{name}.running_var"] = (variance + (variance + eps) * (ratio - 1)).clamp(min=0)
-        if not all(bool(statistics[f"{name}.{key}"].isfinite().all()) for key in ("running_mean", "running_var")):
-            raise DataError(f"layer {name} gets NaN or infinite inputs: check the images and their normalisation")
+        check_finite(name, statistics[f"{name}.running_mean"], statistics[f"{name}.running_var"])
     return masks.with_statistics(statistics).with_recipe(recalibrated_on_images=images)
 
 
 def _measuring_(copy: nn.Module) -> dict[str, _BatchNorm]:
-    """Set every BatchNorm of a copy to normalise with, and average, the statistics of each batch."""
+    """Make every BatchNorm of a model normalise by batch statistics and average them; returns them by name."""
     copy.eval()
     norms = {
         name: module

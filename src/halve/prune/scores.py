@@ -1,41 +1,53 @@
-"""One-shot scores: pure functions of a weight and what was seen of its inputs; the higher, the more worth keeping."""
+"""The registry of scores. A new score is a `Score` in a file of this folder, and a line in `SCORES`."""
 
-import torch
+import functools
+from typing import Any
+
 from torch import Tensor
 
-SCORES = {
-    "magnitude": "the weight's absolute value, what NVIDIA's Apex ASP does",
-    "wanda": "the weight's absolute value times the norm of its inputs; needs data",
-    "reconstruct": "whatever changes the layer's outputs least, blocks weighed against each other; needs data",
-    "random": "no information at all: what the other scores must beat",
-}
-NEEDS_DATA = {"wanda", "reconstruct"}
-WHOLE_MASKS = {"reconstruct"}  # give 1 for kept and 0 for the rest, not a grade for each weight
+from halve.errors import DataError, OptionError, listed
+from halve.prune.elementwise import MAGNITUDE, RANDOM, WANDA
+from halve.prune.reconstruct import RECONSTRUCT
+from halve.prune.score import LayerScores, Score, ScoreFunction, ScoreInputs
+
+SCORES = {score.name: score for score in (MAGNITUDE, WANDA, RECONSTRUCT, RANDOM)}
 
 
-def magnitude(weight: Tensor) -> Tensor:
-    """|w|
+def score_of(score: str | ScoreFunction) -> Score:
+    """The score of a name, or one that calls a user's function for each layer.
 
-    >>> magnitude(torch.tensor([[-2.0, 1.0]])).tolist()
-    [[2.0, 1.0]]
+    >>> score_of("wanda").needs_data
+    True
+    >>> score_of(lambda name, weight: weight.abs()).needs_data
+    False
     """
-    return weight.abs()
+    if callable(score):
+        name = getattr(score, "__name__", "function")
+        return Score(name, "a user's function", functools.partial(_call, score))
+    if not isinstance(score, str) or score not in SCORES:
+        raise OptionError(f"unknown score {score!r}; use {listed(SCORES)}, or a function of (layer name, weight)")
+    return SCORES[score]
 
 
-def wanda(weight: Tensor, squares: Tensor) -> Tensor:
-    """|w| ||x||, the norm taken over all inputs that the weight is multiplied with.
-
-    `squares`: for each weight the summed squares of its inputs. Inputs that are always zero still leave the magnitudes
-    to decide among themselves.
-
-    >>> wanda(torch.tensor([[-2.0, 1.0, 1.0, 1.0]]), torch.tensor([[1.0, 9.0, 4.0, 1.0]])).tolist()
-    [[2.0, 3.0, 2.0, 1.0]]
-    """
-    norms = squares.sqrt().to(weight.device)
-    largest = norms.max()
-    return weight.abs() * norms.clamp(min=1e-6 * largest) if largest > 0 else weight.abs()
+def check_data(score: Score, data: Any) -> None:
+    """Raise if the score needs data and there is none."""
+    if score.needs_data and data is None:
+        raise DataError(f"score {score.name!r} needs data: pass data=, batches of images")
 
 
-def random(weight: Tensor, generator: torch.Generator) -> Tensor:
-    """Uniform numbers."""
-    return torch.rand(weight.shape, generator=generator)
+def _call(function: ScoreFunction, inputs: ScoreInputs) -> LayerScores:
+    weights = {choice.name: inputs.weights[choice.name] for choice in inputs.choices}
+    return LayerScores({name: _checked(name, function(name, w.clone()), w) for name, w in weights.items()})
+
+
+def _checked(name: str, result: Any, weight: Tensor) -> Tensor:
+    if not isinstance(result, Tensor) or result.shape != weight.shape:
+        got = f"shape {tuple(result.shape)}" if isinstance(result, Tensor) else type(result).__name__
+        raise OptionError(
+            f"your score function must return a tensor of shape {tuple(weight.shape)} for layer {name}, got {got}"
+        )
+    if result.is_complex():
+        raise OptionError(f"your score function returned complex numbers for layer {name}, which cannot be ranked")
+    if not bool(result.isfinite().all()):
+        raise OptionError(f"your score function returned NaN or infinity for layer {name}")
+    return result.detach().cpu()

@@ -1,41 +1,36 @@
-"""Choose masks layer by layer while the network runs, each for what the masked layers before it give."""
+"""Choose masks layer by layer, in the order in which the network runs, so that each sees the masks before it."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from halve.batches import Forward, as_batches, images_of, run
-from halve.modules import set_weight_, weight_of
-from halve.prune.moments import Spread, column_means, spread
-from halve.prune.statistics import measuring_copy
+from halve.modules import plain_weight_, set_weight_, weight_of
+from halve.prune.statistics import Spread, column_means, hooked, layers_of, measuring_copy, spread
 from halve.select.select import Choice
 
-SAMPLE = 64  # images that run through the network: with 1,024 instead, ResNet-20's masks are no better
+SAMPLE = 64  # images to run on; 1,024 gave no better masks for ResNet-20
 
 
 class Drift(NamedTuple):
-    """How a layer, not masked yet, differs from the dense network because of the masked layers before it."""
+    """How the masks of earlier layers change what a layer that is still dense gets and returns."""
 
-    inputs: Tensor  # the mean of what each column of a row is multiplied with, (groups, columns)
-    missing: Tensor  # what the mean of each output channel lacks, (rows)
-    strength: Tensor  # the variance of each output channel over the dense one, (rows)
+    inputs: Tensor  # mean input of each column of a row, (groups, columns)
+    missing: Tensor  # dense mean of each output channel minus the current one, (rows)
+    strength: Tensor  # variance of each output channel relative to the dense one, (rows)
 
 
-Pick = Callable[[Choice, Drift], Tensor]  # what a layer keeps: bool, of the weight's shape
+Pick = Callable[[Choice, Drift], Tensor]  # returns what a layer keeps: bool, of the weight's shape
 
 
 def sample_of(data: Any, forward: Forward | None = None) -> Any:
-    """One batch of `SAMPLE` images, from as many of the first batches as that takes.
-
-    With a `forward` of the user's own it is the first batch as it is: nobody else knows how to join two.
-    """
+    """One batch of `SAMPLE` images, joined from the first batches; with `forward`, simply the first batch."""
     parts: list[Tensor] = []
     for batch in as_batches(data):
         if forward is not None:
-            return batch
+            return batch  # only the user knows how to join two batches
         images = images_of(batch)
         if not parts or images.shape[1:] == parts[0].shape[1:]:
             parts.append(images[: SAMPLE - sum(map(len, parts))])
@@ -45,7 +40,7 @@ def sample_of(data: Any, forward: Forward | None = None) -> Any:
 
 
 @torch.inference_mode(False)
-def cascade(
+def pick_sequentially(
     model: nn.Module,
     choices: Sequence[Choice],
     known: Mapping[str, Tensor],
@@ -53,65 +48,60 @@ def cascade(
     batch: Any,
     forward: Forward | None = None,
 ) -> None:
-    """Call `pick` for each of the choices that runs on the batch, when it first runs.
+    """Call `pick` for each layer when it first runs on the batch, with all earlier layers masked.
 
-    For layers whose masks are known before, `known` says what they keep, of the weight's shape.
+    Args:
+        model: The dense model. It is not changed.
+        choices: The masked layers.
+        known: What layers keep whose masks are already chosen, bool of the weight's shape.
+        pick: Called with a choice and its drift; returns what the layer keeps.
+        batch: What to run the model on.
+        forward: How to run the model on a batch, if unusual.
     """
     copy = measuring_copy(model)
     for choice in choices:
-        for layer in _layers(copy, choice):
-            set_weight_(layer, weight_of(layer))  # plain, so that it can be masked
+        for layer in layers_of(copy, choice):
+            plain_weight_(layer)  # so that it can be masked
     undecided = [choice for choice in choices if choice.name not in known]
     dense: dict[str, Spread] = {}
-    met: set[str] = set()
+    picked: set[str] = set()
 
-    def note(choice: Choice, module: nn.Module, output: Tensor) -> None:
-        if choice.name not in dense:
-            dense[choice.name] = spread(module, output)
+    def record(choice: Choice, layer: nn.Module) -> Any:
+        def hook(module: nn.Module, _: Any, output: Tensor) -> None:
+            dense.setdefault(choice.name, spread(module, output))
 
-    def turn(choice: Choice, module: nn.Module, input: Tensor, *args: Any, **kwargs: Any) -> None:
-        if choice.name in met or choice.name not in dense:
-            return
-        met.add(choice.name)
-        output = module.forward(input, *args, **kwargs)
-        then, now = dense[choice.name], spread(module, output)
-        drift = Drift(column_means(module, input, output), then.mean - now.mean, _ratio(now.variance, then.variance))
-        _keep_(copy, choice, pick(choice, drift))
+        return layer.register_forward_hook(hook)
+
+    def decide(choice: Choice, layer: nn.Module) -> Any:
+        def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if choice.name in picked or choice.name not in dense:
+                return
+            picked.add(choice.name)
+            input: Tensor = args[0] if args else kwargs["input"]
+            output = module.forward(*args, **kwargs)
+            before, now = dense[choice.name], spread(module, output)
+            means = column_means(module, input, output)
+            drift = Drift(means, before.mean - now.mean, _ratio(now.variance, before.variance))
+            _keep_(copy, choice, pick(choice, drift))
+
+        return layer.register_forward_pre_hook(hook, with_kwargs=True)
 
     with torch.no_grad():
-        with _hooked(copy, undecided, lambda c, layer: layer.register_forward_hook(lambda m, _, y: note(c, m, y))):
+        with hooked(copy, undecided, record):
             run(copy, batch, forward)
         for choice in choices:
             if choice.name in known:
                 _keep_(copy, choice, known[choice.name])
-        with _hooked(
-            copy,
-            undecided,
-            lambda c, layer: layer.register_forward_pre_hook(lambda m, a, k: turn(c, m, *a, **k), with_kwargs=True),
-        ):
+        with hooked(copy, undecided, decide):
             run(copy, batch, forward)
 
 
-@contextmanager
-def _hooked(copy: nn.Module, choices: Sequence[Choice], hook: Callable[[Choice, nn.Module], Any]) -> Iterator[None]:
-    handles = [hook(choice, layer) for choice in choices for layer in _layers(copy, choice)]
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def _layers(copy: nn.Module, choice: Choice) -> list[nn.Module]:
-    return [copy.get_submodule(name) for name in (choice.name, *choice.shared_with)]
-
-
 def _keep_(copy: nn.Module, choice: Choice, kept: Tensor) -> None:
-    for layer in _layers(copy, choice):
+    for layer in layers_of(copy, choice):
         weight = weight_of(layer)
         set_weight_(layer, weight * kept.to(weight.device))
 
 
-def _ratio(now: Tensor, then: Tensor) -> Tensor:
-    """Of two variances; a channel that hardly moves in the dense network must not ask for the impossible."""
-    return torch.where(then > 0, now / then.clamp(min=1e-30), 1.0).clamp(max=4.0)
+def _ratio(now: Tensor, before: Tensor) -> Tensor:
+    """Ratio of two variances, limited: a nearly constant channel must not demand the impossible."""
+    return torch.where(before > 0, now / before.clamp(min=1e-30), 1.0).clamp(max=4.0)

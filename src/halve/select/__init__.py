@@ -1,1 +1,1 @@
-"""Which layers are masked, and why not the others."""
+"""Select the layers to mask."""

@@ -1,8 +1,8 @@
 """Find the classifier head: the last Linear or 1x1 convolution whose output is the model's output.
 
-The forward pass is traced symbolically, which needs no example; from each output the way back is followed through
-operations without weights (pooling, flatten, softmax, interpolation ...). Where a model cannot be traced, the last such
-layer counts if no other module with weights is registered after it.
+The forward pass is traced symbolically, without example inputs. From each output the graph is followed back through
+operations without weights (pooling, flatten, softmax, interpolation and so on). If a model cannot be traced, its last
+registered layer is the head, provided it is a Linear or a 1x1 convolution.
 """
 
 import operator
@@ -23,7 +23,7 @@ _PASSING = {*_RESHAPING.split(), *_WEIGHTLESS.split()}
 
 
 def find_heads(model: nn.Module) -> set[str]:
-    """Names of the layers that are heads; several when the model has several outputs.
+    """Names of the classifier heads: one for each output that ends in one.
 
     >>> find_heads(nn.Sequential(nn.Conv2d(3, 8, 3), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 2)))
     {'3'}
@@ -33,9 +33,9 @@ def find_heads(model: nn.Module) -> set[str]:
     copy = clone(model).eval()
     try:
         with TRACING_LOCK, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of the model's own forward, which the user has seen before
+            warnings.simplefilter("ignore")  # from the model's own forward, which users have seen before
             graph = _Tracer().trace(copy)
-    except Exception:  # tracing runs the model's own Python on stand-ins, which may raise anything
+    except Exception:  # tracing runs the model's own code on proxies, which may raise anything
         return _last_registered(copy)
     modules = dict(copy.named_modules())
     results = [node for node in graph.nodes if node.op == "output"]
@@ -48,7 +48,7 @@ class _Tracer(torch.fx.Tracer):
         self._thread = threading.get_ident()
 
     def call_module(self, m: nn.Module, forward: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
-        if threading.get_ident() != self._thread:  # another thread's model, which tracing here must not change
+        if threading.get_ident() != self._thread:  # the patched nn.Module also runs other threads' models
             return forward(*args, **kwargs)
         return super().call_module(m, forward, args, kwargs)
 
@@ -69,7 +69,7 @@ def _back_from(node: torch.fx.Node, modules: dict[str, nn.Module]) -> set[str]:
             )
         if node.op == "call_function" and node.target in (operator.add, operator.iadd, torch.add):
             branches = [_back_from(source, modules) for source in node.all_input_nodes]
-            return set().union(*branches) if all(branches) else set()  # a sum of heads, not a residual connection
+            return set().union(*branches) if all(branches) else set()  # a sum of heads, unless it is a residual
         source: Any = node.args[0] if node.args else None
         if not passing or not isinstance(source, torch.fx.Node):
             return set()

@@ -1,4 +1,4 @@
-"""Which layers are masked, and for every other layer the reason why not."""
+"""Decide which layers are masked, with a reason for each layer."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -6,10 +6,10 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal, TypedDict, overload
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from halve.errors import ModelError, listed
+from halve.errors import ModelError, OptionError, listed
 from halve.masks.layout import ORDERS, Layout, Order
 from halve.masks.pattern import Pattern
 from halve.modules import KINDS, Kind, has_weight, kind_of, weight_key, weight_of, zeros_stay_zero
@@ -22,7 +22,7 @@ PatternRule = str | Pattern | Mapping[str, str | Pattern | None]
 
 
 class SelectOptions(TypedDict, total=False):
-    """The options of `select`, which `prune` takes too."""
+    """The options of `select`, which `prune` and `learn` accept too."""
 
     pattern: PatternRule
     include: Globs | None
@@ -35,7 +35,7 @@ class SelectOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Choice:
-    """One layer of a model: masked with `pattern` in `layout`, or left dense (`layout` is None), and why."""
+    """The decision on one layer: masked with `pattern` in `layout`, or dense (both None), and the reason."""
 
     name: str
     type: str
@@ -51,7 +51,7 @@ class Choice:
 
 
 class Selection(Sequence[Choice]):
-    """Every layer of a model with the decision on it; prints as a table."""
+    """The decisions on all layers of a model. Prints as a table."""
 
     def __init__(self, choices: Sequence[Choice]) -> None:
         self._choices = tuple(choices)
@@ -71,7 +71,7 @@ class Selection(Sequence[Choice]):
 
     @property
     def masked(self) -> list[Choice]:
-        """The layers that are masked."""
+        """The decisions on the masked layers."""
         return [choice for choice in self if choice.masked]
 
     def __str__(self) -> str:
@@ -95,34 +95,46 @@ def select(
 ) -> Selection:
     """Decide for every layer whether it is masked.
 
-    By default every convolution and Linear whose input channels are a multiple of M is, except grouped and depthwise
-    convolutions and the classifier head. Names may be globs such as "layer3.*":
+    By default all convolutions and Linear layers are masked whose input channels are divisible by M, except grouped and
+    depthwise convolutions and the classifier head. Layer names may be globs, such as "layer3.*".
 
-    - `include`: only these; `exclude`: not these; `also`: these too, though the default leaves them out.
-    - `pattern`: one for all, or a dict from globs to patterns, first match wins, None or no match leaves dense.
-    - `order`: "channels", or "flat" as in the paper (cannot be accelerated).
-    - `kinds`: only these of "linear", "conv", "conv_transpose".
-    - `remainder`: for channels that are no multiple of M "skip" the layer, "pad" with virtual zero columns, or "error".
+    Args:
+        model: The model. It is not changed.
+        pattern: N:M pattern for all layers, or a dict from globs to patterns: the first match wins; None, or no match,
+            keeps a layer dense. Default: "2:4".
+        include: Mask only these layers (default: all).
+        exclude: Keep these layers dense.
+        also: Mask these layers too, although the default excludes them (heads, grouped convolutions).
+        order: "channels" for blocks along input channels (default), or "flat" as in the paper, which no hardware can
+            accelerate.
+        remainder: If the channels are not divisible by M, "skip" the layer (default), "pad" it with virtual zero
+            columns, or raise an "error".
+        kinds: Mask only these of "linear", "conv" and "conv_transpose" (default: all).
+
+    Returns:
+        One `Choice` per layer with pattern, layout and reason; `.masked` lists the masked ones.
 
     >>> model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8, 2))
     >>> print(select(model))
-    0  Conv2d  8x3x3x3  dense  3 input channels are no multiple of 4 (remainder='pad' pads them)
+    0  Conv2d  8x3x3x3  dense  3 input channels, not divisible by 4 (remainder='pad' pads them)
     1  Conv2d  8x8x3x3  2:4    along input channels
     3  Linear  2x8      dense  classifier head (also='3' masks it)
     """
     if not isinstance(model, nn.Module):
-        raise ModelError(f"a model must be a torch.nn.Module, not a {type(model).__name__}")
+        raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}")
     rules = pattern if isinstance(pattern, Mapping) else {"*": pattern}
     patterns = {glob: None if rule is None else Pattern(rule) for glob, rule in rules.items()}
     only, never, extra = _globs(include), _globs(exclude), _globs(also)
-    if order not in ORDERS or remainder not in REMAINDERS:
-        raise ModelError(f"order={order!r}, remainder={remainder!r}: orders are {ORDERS}, remainders {REMAINDERS}")
-    if strange := set(kinds or ()) - set(KINDS):
-        raise ModelError(f"kinds={listed(strange)}: there are {listed(KINDS)}")
+    if order not in ORDERS:
+        raise OptionError(f"order must be one of {listed(ORDERS)}, got {order!r}")
+    if remainder not in REMAINDERS:
+        raise OptionError(f"remainder must be one of {listed(REMAINDERS)}, got {remainder!r}")
+    if strange := sorted(set(kinds or ()) - set(KINDS)):
+        raise OptionError(f"kinds must be among {listed(KINDS)}, got {listed(strange)}")
     layers = [(name, module) for name, module in model.named_modules() if _is_listed(name, module)]
     for glob in (*(only or ()), *(never or ()), *(extra or ()), *patterns):
         if glob != "*" and not any(fnmatchcase(name, glob) for name, _ in layers):
-            raise ModelError(
+            raise OptionError(
                 f"{glob!r} matches no layer of {type(model).__name__}; its layers are {listed(n for n, _ in layers)}"
             )
     heads = find_heads(model)
@@ -135,18 +147,18 @@ def select(
         if only is not None and not _match(name, only) and not named:
             return None, None, "not in include"
         if kinds is not None and kind_of(module) not in kinds and not named:
-            return None, None, f"only {listed(kinds)} layers are asked for"
+            return None, None, f"not in kinds ({listed(kinds)})"
         if never is not None and _match(name, never):
             return None, None, "in exclude"
         rule = next((rule for glob, rule in patterns.items() if fnmatchcase(name, glob)), None)
         if rule is None:
-            return None, None, "no pattern for it"
+            return None, None, "no pattern matches it"
         groups = int(getattr(module, "groups", 1))
         if not heads.isdisjoint((name, *owners[_key(module)])) and not named:
             return None, None, f"classifier head (also={name!r} masks it)"
         if groups > 1 and not named:
             word = "depthwise" if groups == module.in_channels else f"grouped ({groups} groups)"
-            return None, None, f"{word} convolution (also={name!r} masks inside each group)"
+            return None, None, f"{word} convolution (also={name!r} masks within each group)"
         return _lay_out(name, module, rule, order, remainder)
 
     choices = []
@@ -156,6 +168,20 @@ def select(
         shared = tuple(other for other in owners.get(_key(module), ()) if other != name) if layout else ()
         choices.append(Choice(name, type(module).__name__, shape, rule, layout, reason, shared))
     return Selection(choices)
+
+
+def masked_weights(model: nn.Module, selection: Selection) -> dict[str, Tensor]:
+    """The weights of the masked layers, by name. Raises if nothing is masked, or a weight is not finite."""
+    if not selection.masked:
+        reasons = listed([f"{choice.name}: {choice.reason}" for choice in selection], most=5)
+        raise ModelError(f"{type(model).__name__} has no layer to mask; {reasons or 'it has no layers'}")
+    weights = {choice.name: weight_of(model.get_submodule(choice.name)) for choice in selection.masked}
+    for name, weight in weights.items():
+        if count := int((~weight.isfinite()).sum()):
+            raise ModelError(
+                f"layer {name} has {count} NaN or infinite weights: repair the checkpoint, or pass exclude={name!r}"
+            )
+    return weights
 
 
 def plain_options(selection: SelectOptions) -> dict[str, Any]:
@@ -179,43 +205,43 @@ def _lay_out(
     groups = int(getattr(module, "groups", 1))
     layout = Layout(kind, _shape(module), rule.size, groups, order, pad=True)
     if layout.virtual and remainder != "pad":
-        what = "input channels" + (" per group" if groups > 1 else "") if order == "channels" else "weights in a row"
-        reason = f"{layout.columns} {what} are no multiple of {rule.size}"
+        what = "input channels" + (" per group" if groups > 1 else "") if order == "channels" else "weights per row"
+        reason = f"{layout.columns} {what}, not divisible by {rule.size}"
         if remainder == "error":
-            raise ModelError(f"layer {name}: {reason}; remainder='skip' leaves it dense, remainder='pad' pads it")
+            raise ModelError(f"layer {name}: {reason}; remainder='skip' keeps it dense, remainder='pad' pads it")
         return None, None, f"{reason} (remainder='pad' pads them)"
     layout = Layout(kind, layout.shape, rule.size, groups, order, pad=bool(layout.virtual))
     reason = "along input channels" if order == "channels" else "flat, as in the paper"
     if groups > 1:
-        reason += f", inside each of {groups} groups"
+        reason += f", within each of {groups} groups"
     if layout.virtual:
         reason += f", {layout.virtual} virtual columns"
     return rule, layout, reason
 
 
 def _unusable(name: str, module: nn.Module, owners: Mapping[int, Sequence[str]]) -> str | None:
-    """Why a layer can never be masked, None if it can."""
+    """Why a layer can never be masked, or None if it can."""
     if kind_of(module) is None:
-        return "no convolution or Linear"
+        return "not a convolution or Linear"
     if any(is_lazy(parameter) for parameter in module.parameters(recurse=False)):
         return "not initialised yet: run the model once"
     if not has_weight(module):
-        return "it has no weight"
+        return "no weight"
     weight = weight_of(module)
     if weight.is_meta or weight.layout != torch.strided or not weight.is_floating_point():
-        return f"its weight is {weight.dtype} on {weight.device.type}, {weight.layout}: no dense floating-point numbers"
+        return f"not a dense floating-point weight: {weight.dtype}, {weight.layout}, on {weight.device.type}"
     if not weight.numel():
-        return "its weight is empty"
+        return "empty weight"
     first = owners[_key(module)][0]
     if first != name:
         return f"shares its weight with {first}"
     if not zeros_stay_zero(module):
-        return f"{type(module).__name__} changes its weight when it runs, so zeros would not stay zero"
+        return f"{type(module).__name__} transforms its weight when it runs, so zeros would not stay zero"
     return None
 
 
 def _owners(model: nn.Module) -> dict[int, list[str]]:
-    """For each weight the names of the layers that use it; another kind of module that shares it comes first."""
+    """The names of the layers that use each weight, after those of other modules that share it."""
     foreign: dict[int, list[str]] = {}
     layers: dict[int, list[str]] = {}
     for name, module in model.named_modules(remove_duplicate=False):
@@ -231,7 +257,7 @@ def _owners(model: nn.Module) -> dict[int, list[str]]:
 
 
 def _is_inner(name: str) -> bool:
-    """Whether this module is part of how another one's weight is computed."""
+    """Whether the module is part of another module's parametrization."""
     return "parametrizations" in name.split(".")
 
 
@@ -240,7 +266,7 @@ def _key(module: nn.Module) -> int:
 
 
 def _is_listed(name: str, module: nn.Module) -> bool:
-    """Layers in the table: convolutions and Linear, and whatever else directly holds a matrix."""
+    """Whether the table shows the module: convolutions, Linear, and any other module that directly holds a matrix."""
     if _is_inner(name):
         return False
     return kind_of(module) is not None or any(

@@ -1,1 +1,1 @@
-"""Where models and images come from."""
+"""Models, images and weights by name."""

@@ -1,4 +1,4 @@
-"""Batches by name: an image folder, WebDataset tars, or the built-in digits; and how pictures become tensors."""
+"""Datasets by name: image folders, WebDataset tars or the built-in digits; and how images become tensors."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 from torchvision.transforms import functional as TF
 
-from halve.errors import DataError, listed
+from halve.errors import DataError, OptionError, listed
 from halve.sources.images import Pictures, find_pictures
 
 IMAGENET_MEAN = (0.485, 0.456, 0.406)
@@ -21,7 +21,14 @@ IMAGENET_STD = (0.229, 0.224, 0.225)
 
 @dataclass(frozen=True)
 class Preprocessing:
-    """Picture -> tensor: shorter side to `resize` and the middle `size` square (if given), 0..1, normalised."""
+    """Turn an image into a normalised tensor, optionally resized and centre-cropped.
+
+    Args:
+        size: Crop the centre square of this many pixels (default: no crop).
+        resize: First resize the shorter side to this many pixels (default: `size`).
+        mean: Mean of each channel, after scaling to 0..1. Default: ImageNet's.
+        std: Standard deviation of each channel. Default: ImageNet's.
+    """
 
     size: int | None = None
     resize: int | None = None
@@ -30,11 +37,13 @@ class Preprocessing:
 
     def __post_init__(self) -> None:
         if self.resize is not None and self.size is None:
-            raise DataError("--resize goes with --size: the square that is cut out of the resized picture")
+            raise OptionError("--resize needs --size, the square that is cropped from the resized image")
         if any(value is not None and value < 1 for value in (self.size, self.resize)):
-            raise DataError(f"--size {self.size}, --resize {self.resize}: both must be at least 1 pixel")
+            raise OptionError(f"--size and --resize must be at least 1 pixel, got {self.size} and {self.resize}")
         if len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0:
-            raise DataError(f"mean {self.mean}, std {self.std}: three numbers each, the deviations positive")
+            raise OptionError(
+                f"mean and std must be three numbers each, and std positive; got {self.mean} and {self.std}"
+            )
 
     def __call__(self, image: Image.Image) -> Tensor:
         if self.size is not None:
@@ -45,7 +54,7 @@ class Preprocessing:
 
 @dataclass(frozen=True)
 class Data:
-    """Batches to iterate over, again and again; `classes[i]` is the classifier's output for label i, if known."""
+    """Batches that can be iterated over repeatedly; `classes[i]` is the model's output for label i, if known."""
 
     loader: "Batches"
     images: int
@@ -65,15 +74,25 @@ def load_data(
     classes_file: str | Path | None = None,
     relabel: bool = False,
 ) -> Data:
-    """Open the images at `where`: a folder, a .tar, `shard-{000..003}.tar`, `digits`, `digits:train`, `digits:test`.
+    """Load images from a folder, from tars, or the built-in digits.
 
-    `limit` takes that many at random (by `seed`), so that sorted classes mix; `classes_file` has one line per output of
-    the classifier, with the name of its class folder; with `relabel` the batches carry those outputs as labels.
+    Args:
+        where: A folder, a .tar, "shard-{000..003}.tar", "digits", "digits:train" or "digits:test".
+        preprocess: Turns an image into a tensor. Default: `Preprocessing()`.
+        batch_size: Images per batch. Default: 64.
+        limit: Use only this many images, sampled at random (default: all).
+        shuffle: Whether to shuffle the images. Default: False.
+        seed: Seed of sampling and shuffling. Default: 0.
+        workers: Processes that decode images. Default: 0.
+        classes_file: A text file that names the class folder of each of the model's outputs, one per line.
+        relabel: Use these outputs as labels. Default: False.
     """
     if batch_size < 1 or (limit is not None and limit < 1) or workers < 0:
-        raise DataError(f"batch size {batch_size}, limit {limit}, workers {workers}: at least 1, 1 and 0")
+        raise OptionError(
+            f"batch size and limit must be at least 1 and workers at least 0; got {batch_size}, {limit} and {workers}"
+        )
     if not where:
-        raise DataError("no place to look for images was named: a folder, a .tar, or 'digits'")
+        raise DataError("no images given: name a folder, a .tar, or 'digits'")
     dataset: Dataset[Any]
     if where == "digits" or where.startswith("digits:"):
         from halve.sources.digits import digits
@@ -102,13 +121,13 @@ def load_data(
 
 @dataclass(frozen=True)
 class _Broken:
-    """Why an item cannot be used. A value, since an exception in a worker process arrives as a traceback."""
+    """Why an item cannot be used. Not an exception: one from a worker process arrives as a traceback."""
 
     reason: str
 
 
 class _Guarded(Dataset[Any]):
-    """A dataset that gives its errors as items."""
+    """A dataset that returns its errors as items."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -124,7 +143,7 @@ class _Guarded(Dataset[Any]):
 
 
 class Batches:
-    """A DataLoader whose broken pictures raise a plain error here, not in a worker process."""
+    """A DataLoader that raises a plain `DataError` for a broken image, not a traceback from a worker process."""
 
     def __init__(self, loader: DataLoader[Any], outputs: Sequence[int] | None = None) -> None:
         self._loader, self._outputs = loader, None if outputs is None else torch.tensor(outputs)
@@ -146,7 +165,7 @@ def _collate(items: Sequence[Any]) -> Any:
     shapes = {tuple((item[0] if isinstance(item, tuple) else item).shape) for item in items}
     if len(shapes) > 1:
         return _Broken(
-            f"images of different sizes in one batch: {listed(sorted(shapes), 4)}; --size N crops them alike"
+            f"a batch has images of different sizes: {listed(sorted(shapes), 4)}; --size N crops all to one size"
         )
     return default_collate(list(items))
 
@@ -157,11 +176,11 @@ def _classes(names: Sequence[str], file: Path, where: str) -> tuple[int, ...]:
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"cannot read the class list {file}: {error}") from error
     if not names:
-        raise DataError(f"{where} has no class folders, so the class list {file} cannot be matched to it")
+        raise DataError(f"{where} has no class folders that the class list {file} could refer to")
     index = {line.strip(): i for i, line in enumerate(lines)}
     if len(index) != len(lines):
         twice = [line for line, count in Counter(line.strip() for line in lines).items() if count > 1]
-        raise DataError(f"the class list {file} has a line twice: {listed(repr(line) for line in twice)}")
+        raise DataError(f"the class list {file} has duplicate lines: {listed(repr(line) for line in twice)}")
     if unknown := [name for name in names if name not in index]:
         raise DataError(f"{where} has classes that {file} does not list: {listed(unknown)}")
     return tuple(index[name] for name in names)

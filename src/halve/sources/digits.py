@@ -1,4 +1,4 @@
-"""Built-in data and a small network for the demo: scikit-learn's 1,797 handwritten digits, 8x8 pixels."""
+"""Data and a small network for the demo: scikit-learn's 1,797 handwritten digits of 8x8 pixels."""
 
 from collections.abc import Iterable
 from typing import Any
@@ -16,11 +16,11 @@ _TEST = 500
 def digits(split: str) -> TensorDataset:
     """The 'train' (1,297) or 'test' (500) digits as (1, 8, 8) tensors with labels."""
     if split not in ("train", "test"):
-        raise DataError(f"digits:{split}: there are digits:train and digits:test")
+        raise DataError(f"unknown split digits:{split}; use digits:train or digits:test")
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise SourceError("the digits need scikit-learn: pip install 'halve[demo]'") from error
+        raise SourceError("digits needs scikit-learn: pip install 'halve[demo]'") from error
     raw = load_digits()
     images = torch.tensor(raw.images, dtype=torch.float32)[:, None] / 8 - 1
     labels = torch.tensor(raw.target, dtype=torch.int64)
@@ -69,7 +69,7 @@ class DigitsResNet(nn.Module):
 
 
 def train_digits(epochs: int = 12, seed: int = 0, progress: Any = None) -> DigitsResNet:
-    """Train a DigitsResNet from scratch; a few seconds on a CPU."""
+    """Train a DigitsResNet from scratch, in a few seconds on a CPU."""
     images, labels = digits("train").tensors
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -89,7 +89,7 @@ def train_digits(epochs: int = 12, seed: int = 0, progress: Any = None) -> Digit
 
 
 def _shifted(images: Tensor) -> Tensor:
-    """Each image moved by at most one pixel."""
+    """The images, shifted together by at most one pixel."""
     padded = F.pad(images, (1, 1, 1, 1), value=-1.0)
     down, right = torch.randint(0, 3, (2,)).tolist()
     return padded[:, :, down : down + 8, right : right + 8]

@@ -1,4 +1,4 @@
-"""Labelled pictures from folders and WebDataset tars, as map-style datasets of (image, label)."""
+"""Images from folders and WebDataset tars, as map-style datasets of (image, label)."""
 
 import glob
 import io
@@ -14,14 +14,14 @@ from typing import Any
 from PIL import Image, UnidentifiedImageError
 from torch.utils.data import Dataset
 
-from halve.errors import DataError, listed
+from halve.errors import DataError, first_line, listed
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff")
 
 
 @dataclass(frozen=True)
 class Picture:
-    """Where one picture's bytes lie; `size` is None for a file of its own."""
+    """The location of one encoded image; `size` is None if it is the entire file."""
 
     path: Path
     label: int | None
@@ -36,7 +36,7 @@ class Picture:
 
 
 class Pictures(Dataset[Any]):
-    """Pictures with labels into `class_names`; without labels where there are no class folders."""
+    """A dataset of pictures with labels, which index `class_names`; without labels if there are no class folders."""
 
     def __init__(
         self, pictures: Sequence[Picture], class_names: Sequence[str], transform: Callable[[Any], Any]
@@ -53,37 +53,39 @@ class Pictures(Dataset[Any]):
             with Image.open(io.BytesIO(picture.read())) as image:
                 decoded = image.convert("RGB")
         except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            raise DataError(f"{where} is no readable picture: {error}") from error
+            why = "unknown format" if isinstance(error, UnidentifiedImageError) else error
+            raise DataError(f"{where} is not a readable image: {why}") from error
         try:
             result = self.transform(decoded)
-        except Exception as error:  # of the model's or the user's own preprocessing
-            what = f"preprocessing failed on {where}, {decoded.size} pixels"
-            raise DataError(f"{what}: {type(error).__name__}: {error}") from error
+        except Exception as error:  # the model's or the user's preprocessing may raise anything
+            what = f"preprocessing failed on {where} ({decoded.width}x{decoded.height} pixels)"
+            raise DataError(f"{what}: {first_line(error)}") from error
         return result if picture.label is None else (result, picture.label)
 
 
 def find_pictures(where: str) -> tuple[list[Picture], list[str]]:
-    """The pictures of a folder (one subfolder per class, or none), of a tar, or of several: `shard-{000..003}.tar`."""
+    """Pictures and class names of a folder (with or without class folders), a tar, or `shard-{000..003}.tar`."""
     path = Path(where)
     if path.is_dir() and not (tars := sorted(path.glob("*.tar"))):
         return _in_folder(path)
     paths = tars if path.is_dir() else [path] if path.is_file() else _expand(where)
     if not paths:
-        raise DataError(f"{where}: no such folder or tar file; 'digits' names the built-in data")
+        raise DataError(f"{where}: no such folder or tar file; 'digits' is the built-in dataset")
     if strange := [p for p in paths if p.suffix != ".tar"]:
-        raise DataError(f"{listed(strange)}: images come from folders and uncompressed .tar files")
+        raise DataError(f"{listed(strange)}: images must be in folders or uncompressed .tar files")
     return _in_tars(paths)
 
 
 def _in_folder(folder: Path) -> tuple[list[Picture], list[str]]:
     files = sorted(path for path in _walk(folder) if path.suffix.lower() in ENDINGS)
     if not files:
-        raise DataError(f"{folder} holds no pictures ({', '.join(ENDINGS)})")
+        raise DataError(f"{folder} has no images ({', '.join(ENDINGS)})")
     if all(path.parent == folder for path in files):
         return [Picture(path, None) for path in files], []
     if stray := [path for path in files if path.parent == folder]:
         raise DataError(
-            f"{folder} holds class folders and stray pictures such as {stray[0].name}: move one or the other"
+            f"{folder} has class folders, but also images outside of them, such as {stray[0].name}: "
+            f"move them into class folders"
         )
     names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
     label = {name: i for i, name in enumerate(names)}
@@ -91,7 +93,7 @@ def _in_folder(folder: Path) -> tuple[list[Picture], list[str]]:
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """All files below, through links too; hidden ones are somebody else's."""
+    """All files in a folder and its subfolders, following links, except hidden ones."""
 
     def refuse(error: OSError) -> None:
         raise DataError(f"cannot read {error.filename}: {error.strerror}") from error
@@ -99,7 +101,7 @@ def _walk(folder: Path) -> Iterator[Path]:
     seen = set()
     for root, folders, files in os.walk(folder, followlinks=True, onerror=refuse):
         status = os.stat(root)
-        if (status.st_dev, status.st_ino) in seen:  # a link that leads back
+        if (status.st_dev, status.st_ino) in seen:  # a link to a parent folder
             folders.clear()
             continue
         seen.add((status.st_dev, status.st_ino))
@@ -124,12 +126,12 @@ def _in_tars(paths: Sequence[Path]) -> tuple[list[Picture], list[str]]:
                         labels[key] = int(tar.extractfile(member).read())  # type: ignore[union-attr]
                 _check_end(path, tar.offset)
         except (tarfile.TarError, ValueError, OSError) as error:
-            raise DataError(f"{path} is no readable WebDataset tar: {error}") from error
+            raise DataError(f"{path} is not a readable WebDataset tar: {error}") from error
     if not found:
-        raise DataError(f"{listed(paths)} holds no pictures ({', '.join(ENDINGS)})")
+        raise DataError(f"{listed(paths)} has no images ({', '.join(ENDINGS)})")
     if labels:
         if unlabelled := [picture.name for picture, key in found if key not in labels]:
-            raise DataError(f"{listed(paths)}: {listed(unlabelled, 3)} has no .cls label, others have")
+            raise DataError(f"{listed(paths)}: no .cls label for {listed(unlabelled, 3)}; label all images or none")
         return [_labelled(picture, labels[key]) for picture, key in found], []
     folders = [PurePosixPath(picture.name).parent.name for picture, _ in found]
     names = sorted(set(folders))
@@ -138,18 +140,19 @@ def _in_tars(paths: Sequence[Path]) -> tuple[list[Picture], list[str]]:
     if "" in names:
         stray = found[folders.index("")][0].name
         raise DataError(
-            f"{listed(paths)} holds class folders and stray pictures such as {stray}: move one or the other"
+            f"{listed(paths)} has class folders, but also images outside of them, such as {stray}: "
+            f"move them into class folders"
         )
     label = {name: i for i, name in enumerate(names)}
     return [_labelled(picture, label[folder]) for (picture, _), folder in zip(found, folders, strict=True)], names
 
 
 def _check_end(path: Path, offset: int) -> None:
-    """A whole tar ends with a block of zeros; tarfile takes one that was cut off between two files as whole."""
+    """Raise if a tar is truncated between two files, which tarfile does not notice: a complete tar ends with zeros."""
     with path.open("rb") as file:
         file.seek(offset)
         if file.read(512).strip(b"\0") or path.stat().st_size < offset + 512:
-            raise DataError(f"{path} was cut short: copy it again")
+            raise DataError(f"{path} is truncated: copy it again")
 
 
 def _labelled(picture: Picture, label: int) -> Picture:
@@ -157,7 +160,7 @@ def _labelled(picture: Picture, label: int) -> Picture:
 
 
 def _expand(where: str) -> list[Path]:
-    """Shell-like globs and WebDataset's {000..003}."""
+    """Expand shell globs and WebDataset's {000..003}."""
     parts = re.split(r"\{(\d+)\.\.(\d+)\}", where)
     choices: list[list[str]] = [[parts[0]]]
     for low, high, text in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
@@ -167,5 +170,5 @@ def _expand(where: str) -> list[Path]:
     if len(names) > 1 and (
         missing := [name for name in names if not glob.has_magic(name) and not Path(name).is_file()]
     ):
-        raise DataError(f"{where}: no such folder or tar file as {listed(missing)}")
+        raise DataError(f"{where}: no such folder or tar file: {listed(missing)}")
     return [Path(match) for name in names for match in sorted(glob.glob(name))]

@@ -12,7 +12,7 @@ from typing import Any
 
 from torch import nn
 
-from halve.errors import SourceError, listed
+from halve.errors import SourceError, first_line, listed
 from halve.sources.weights import load_weights_
 
 Preprocess = Callable[[Any], Any]
@@ -21,7 +21,7 @@ FORMS = "torchvision:NAME[@weights], timm:NAME[@pretrained] or path/file.py:call
 
 @dataclass(frozen=True)
 class Source:
-    """A model, how it wants its images (None: it does not say), and where its weights are from."""
+    """A model, its preprocessing if known, and where its weights come from."""
 
     model: nn.Module
     preprocess: Preprocess | None
@@ -30,7 +30,11 @@ class Source:
 
 
 def load_model(spec: str, weights: str | Path | None = None) -> Source:
-    """Build the model that `spec` names, with the weights of a file or of the library; in eval mode.
+    """Build a model in eval mode, with weights from a file or from its library.
+
+    Args:
+        spec: `torchvision:NAME[@weights]`, `timm:NAME[@pretrained]` or `path/file.py:callable`.
+        weights: A checkpoint to load (default: the library's weights if named, otherwise random).
 
     >>> source = load_model("torchvision:resnet18")
     >>> type(source.model).__name__, source.weights
@@ -44,7 +48,7 @@ def load_model(spec: str, weights: str | Path | None = None) -> Source:
     else:
         path, _, attribute = spec.rpartition(":")
         if not path.endswith(".py"):
-            raise SourceError(f"unknown model {spec!r}: write {FORMS}")
+            raise SourceError(f"unknown model {spec!r}; use {FORMS}")
         source = _from_file(spec, Path(path), attribute)
     if weights is not None:
         load_weights_(source.model, weights)
@@ -72,9 +76,9 @@ def _torchvision(spec: str, name: str, which: str | None, file: str | Path | Non
     options: dict[str, Any] = {"weights": chosen}
     accepted = inspect.signature(models.get_model_builder(name)).parameters
     if chosen is None and "weights_backbone" in accepted:
-        options["weights_backbone"] = None  # otherwise torchvision downloads a backbone
+        options["weights_backbone"] = None  # or torchvision would download a backbone
     if chosen is None and name in ("googlenet", "inception_v3"):
-        options["init_weights"] = False  # their own initialisation takes a minute
+        options["init_weights"] = False  # their initialisation takes a minute
     model = _build(spec, lambda: models.get_model(name, **options), named=chosen is not None)
     preprocess = (chosen or enum.DEFAULT).transforms() if len(enum) else None
     return Source(model, preprocess, spec, chosen.name if chosen else "random")
@@ -103,45 +107,48 @@ def _from_file(spec: str, path: Path, attribute: str) -> Source:
     assert loader is not None
     assert loader.loader is not None
     module = importlib.util.module_from_spec(loader)
-    sys.modules[loader.name] = module  # classes defined there can be pickled
+    sys.modules[loader.name] = module  # so that classes defined there can be pickled
     with _importing_from(path.resolve().parent):
         try:
             loader.loader.exec_module(module)
-        except (Exception, SystemExit) as error:  # it is the user's own code
-            raise SourceError(f"{path} cannot be imported: {type(error).__name__}: {error}") from error
+        except (Exception, SystemExit) as error:  # user code may raise anything
+            raise SourceError(f"{path} cannot be imported: {first_line(error)}") from error
         builder = getattr(module, attribute, None)
         if not callable(builder):
             names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
             raise _unknown(f"callable in {path}", attribute, names)
         model = builder if isinstance(builder, nn.Module) else _build(spec, builder)
     if not isinstance(model, nn.Module):
-        raise SourceError(f"{spec} gave a {type(model).__name__}, not a torch.nn.Module")
+        raise SourceError(f"{spec} must return a torch.nn.Module, got {type(model).__name__}")
     preprocess = next((p for p in (getattr(x, "preprocess", None) for x in (model, module)) if callable(p)), None)
     return Source(model, preprocess, spec, "as built")
 
 
 @contextlib.contextmanager
 def _importing_from(folder: Path) -> Iterator[None]:
-    """Modules beside the user's file can be imported while it is read and while it builds."""
+    """Allow imports of modules beside the user's file."""
     sys.path.insert(0, str(folder))
     try:
         yield
     finally:
-        with contextlib.suppress(ValueError):  # the file may have changed the path itself
+        with contextlib.suppress(ValueError):  # the file may have changed sys.path
             sys.path.remove(str(folder))
 
 
 def _build(spec: str, builder: Callable[[], Any], named: bool = False) -> Any:
     try:
         return builder()
-    except (Exception, SystemExit) as error:  # libraries and user code raise what they like, a failed download among it
-        hint = "; without a network, pass --weights FILE" if named else ""
-        raise SourceError(f"{spec} cannot be built: {type(error).__name__}: {error}{hint}") from error
+    except (
+        Exception,
+        SystemExit,
+    ) as error:  # libraries and user code may raise anything
+        hint = "; if it cannot be downloaded, pass --weights FILE" if named else ""
+        raise SourceError(f"{spec} cannot be built: {first_line(error)}{hint}") from error
 
 
 def _unknown(what: str, name: str, known: Iterable[str]) -> SourceError:
     known = list(known)
     near = difflib.get_close_matches(name, known, n=5, cutoff=0.4)
     return SourceError(
-        f"unknown {what} {name!r}; " + (f"near: {listed(near)}" if near else f"there are {listed(known)}")
+        f"unknown {what} {name!r}; " + (f"did you mean {listed(near)}?" if near else f"known are {listed(known)}")
     )

@@ -20,7 +20,7 @@ def masked(rows, channels, kernel, seed, rule="2:4", dtype=torch.float16):
     weight = random(rows, channels, *kernel, seed=seed).to(dtype)
     layout = Layout("conv" if kernel else "linear", tuple(weight.shape), Pattern(rule).size)
     mask = Mask.from_scores(Pattern(rule), layout, random(*weight.shape, seed=seed + 1))
-    return mask.put_on(weight), mask.kept()
+    return mask.apply_to(weight), mask.kept()
 
 
 @given(shapes, st.integers(0, 99), rules, dtypes)
