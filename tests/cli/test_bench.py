@@ -1,7 +1,7 @@
 import json
 
 from halve.bench.measure import Measurement
-from halve.cli.bench import _tell
+from halve.cli.bench import _show
 from halve.engine.plan import Entry
 
 QUICK = ("--size", "16", "--batch", "2", "--seconds", "0.01")
@@ -22,7 +22,7 @@ def test_bench_shows_each_system_and_says_what_is_not_there(halve, net, masks):
 
 def test_bench_without_masks_makes_some_and_says_so(halve, net):
     result = halve("bench", *net, *QUICK, "--systems", "eager", "--plan")
-    assert "note: no --masks: made by magnitude now" in result.err
+    assert "note: no --masks given, using magnitude" in result.err
     assert "error" not in result.err
 
 
@@ -51,7 +51,7 @@ def test_a_system_that_is_not_there_is_answered_with_those_that_are(halve, net):
 
 
 def test_bad_options_are_refused_before_anything_is_measured(halve, net):
-    assert "there are float32, float16, bfloat16" in halve("bench", *net, "--dtype", "int8", code=2).err
+    assert "must be one of float32, float16, bfloat16, got int8" in halve("bench", *net, "--dtype", "int8", code=2).err
     assert "cannot write" in halve("bench", *net, "--out", "nowhere/speed.json", code=2).err
     assert "from 1 on, not 0" in halve("bench", *net, "--batch", "0", code=2).err
 
@@ -65,7 +65,7 @@ def test_what_a_gpu_tells_stands_in_the_table_and_the_plan(capsys):
     entry = Entry("conv1", "64>64 3x3 at 1 x 56 x 56", "sparse 64x64", 0.01, 0.02, 0.015, 0.01, "fastest")
     dense = Measurement(1, "best_dense", 0.2, 0.19, 0.21, memory_bytes=25_000_000, energy_mj_per_image=40.0)
     ours = Measurement(1, "halve", 0.1, 0.09, 0.11, memory_bytes=15_000_000, energy_mj_per_image=20.0, plan=(entry,))
-    _tell([dense, ours], "net", plan=True)
+    _show([dense, ours], "net", plan=True)
     lines = capsys.readouterr().out.splitlines()
     row = ["1", "halve", "0.100", "0.090-0.110", "10,000", "2.00", "x", "15.00", "MB", "20.00"]
     assert lines[3].split() == row

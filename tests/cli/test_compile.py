@@ -32,7 +32,7 @@ def test_json_has_the_file_and_the_plan(halve, net, masks, folder):
 
 def test_bad_options_are_refused_before_anything_is_compiled(halve, net, masks):
     given = ("compile", *net, "--masks", masks)
-    assert "there are float32, float16, bfloat16" in halve(*given, *QUICK, "--dtype", "int8", code=2).err
+    assert "must be one of float32, float16, bfloat16, got int8" in halve(*given, *QUICK, "--dtype", "int8", code=2).err
     assert "cannot write" in halve(*given, "--out", "nowhere/net.pt2", code=2).err
     assert "--batch" in halve(*given, *QUICK, "--batch", "0", code=2).err
 

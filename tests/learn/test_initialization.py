@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import halve
-from halve.errors import DataError, FileError, LearningWarning, MaskError, ModelError
+from halve.errors import DataError, FileError, LearningWarning, ModelError, OptionError
 from halve.learn import initialization
 from halve.learn.loop import Report
 from halve.learn.run_state import FORMAT
@@ -137,7 +137,7 @@ def test_an_example_is_not_missing_among_the_batches_of_a_stream(make):
         seen.append(views.dense_output.sum().item())
         return views.output.square().mean()
 
-    with pytest.warns(LearningWarning, match="ran dry after 4 steps"):
+    with pytest.warns(LearningWarning, match="exhausted after 4 steps"):
         masks = halve.learn(convnet(), make(), steps=9, objective=objective)
     assert moved(masks) == ["3"]
     with torch.no_grad():
@@ -186,7 +186,7 @@ def test_resumed_is_uninterrupted_with_a_shuffling_loader_whatever_reads_it_befo
     def run(path, **options):
         torch.manual_seed(0)  # for the dice
         options = {"steps": 9, "start": start, "match": "features", "features": "*1"} | options
-        return halve.learn(model().eval(), loader(), checkpoint=tmp_path / path, checkpoint_every=0, **options)
+        return halve.learn(model().eval(), loader(), run_state=tmp_path / path, save_every=0, **options)
 
     whole = run("whole")
     assert bool(moved(whole)) == (model is convnet)
@@ -201,18 +201,18 @@ def test_resumed_is_uninterrupted_with_a_shuffling_loader_whatever_reads_it_befo
 
 
 def test_a_run_that_was_begun_without_orders_goes_on_without(tmp_path):
-    options = {"steps": 6, "start": "wanda", "checkpoint_every": 0}
-    whole = halve.learn(convnet(), loader(), permute=False, checkpoint=tmp_path / "whole", **options)
+    options = {"steps": 6, "start": "wanda", "save_every": 0}
+    whole = halve.learn(convnet(), loader(), permute=False, run_state=tmp_path / "whole", **options)
     with pytest.warns(LearningWarning, match="after 2 steps"):
-        halve.learn(convnet(), loader(), permute=False, checkpoint=tmp_path / "run", report=interrupting(2), **options)
-    assert halve.learn(convnet(), loader(), checkpoint=tmp_path / "run", resume=True, **options) == whole
+        halve.learn(convnet(), loader(), permute=False, run_state=tmp_path / "run", report=interrupting(2), **options)
+    assert halve.learn(convnet(), loader(), run_state=tmp_path / "run", resume=True, **options) == whole
     assert same_bits(*(storage.read(tmp_path / path, [FORMAT])[2]["logits"] for path in ("whole", "run")))
 
 
 def test_a_run_that_was_begun_with_orders_is_not_resumed_without(tmp_path):
-    halve.learn(convnet(), loader(), steps=2, checkpoint=tmp_path / "run")
-    with pytest.raises(MaskError, match=r"another run: layers\.3"):
-        halve.learn(convnet(), loader(), steps=2, checkpoint=tmp_path / "run", resume=True, permute=False)
+    halve.learn(convnet(), loader(), steps=2, run_state=tmp_path / "run")
+    with pytest.raises(FileError, match=r"another run: layers\.3"):
+        halve.learn(convnet(), loader(), steps=2, run_state=tmp_path / "run", resume=True, permute=False)
 
 
 def test_a_search_that_runs_out_of_time_says_so_and_learning_goes_on():
@@ -226,11 +226,11 @@ def test_a_search_that_runs_out_of_time_says_so_and_learning_goes_on():
 @pytest.mark.parametrize(
     ("options", "error"),
     [
-        ({"start": "magnitud"}, ModelError),
-        ({"objective": "distil"}, ModelError),
-        ({"features": "nothing"}, ModelError),
-        ({"precision": "fp8"}, ModelError),
-        ({"checkpoint": __file__}, FileError),
+        ({"start": "magnitud"}, OptionError),
+        ({"objective": "distil"}, OptionError),
+        ({"features": "nothing"}, OptionError),
+        ({"precision": "fp8"}, OptionError),
+        ({"run_state": __file__}, FileError),
         ({"data": []}, DataError),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",

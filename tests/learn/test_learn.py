@@ -7,7 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import halve
-from halve.errors import DataError, LearningError, LearningWarning, ModelError
+from halve.errors import DataError, LearningError, LearningWarning, MaskError, ModelError, OptionError
 from halve.learn.loop import Report
 from halve.masks.layout import plain
 from halve.sources.digits import digits, train_digits
@@ -202,9 +202,9 @@ def test_a_start_that_does_not_fit_is_refused_by_the_layers_name():
         halve.prune(model, pattern={"3": "1:4", "*": "2:4"}),
         halve.prune(model, order="flat", include=["0", "3"]),
     ):
-        with untouched(model), pytest.raises(ModelError, match=r"start= has no 2:4 mask that fits layer \d"):
+        with untouched(model), pytest.raises(MaskError, match=r"start= has no 2:4 mask that fits layer \d"):
             halve.learn(model, loader(), steps=1, start=start)
-    with pytest.raises(ModelError, match=r"unknown start 'magnitud'"):
+    with pytest.raises(OptionError, match=r"unknown start 'magnitud'; use magnitude, .*glorot, a MaskSet"):
         halve.learn(model, loader(), steps=1, start="magnitud")
 
 
@@ -215,7 +215,7 @@ def test_a_start_by_a_function_can_be_saved(tmp_path):
         asked.append(name)
         return w.abs()
 
-    options = {"steps": 1, "lr": 1e-6, "checkpoint": tmp_path / "run", "checkpoint_every": 0}
+    options = {"steps": 1, "lr": 1e-6, "run_state": tmp_path / "run", "save_every": 0}
     masks = halve.learn(model, loader(), start=score, **options)
     assert asked == ["0", "3", "8"]  # once for each layer, whether or not orders are looked for
     assert masks == halve.prune(model, score, permute=True, example=images())
@@ -265,7 +265,7 @@ def test_a_tracker_is_finished_when_learning_fails():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"precision": "fp8"}, "precision='fp8'"),
+        ({"precision": "fp8"}, "precision must be one of auto, float32, bfloat16, got 'fp8'"),
         ({"objective": "distil"}, "distill"),
         ({"features": "layer9"}, "'layer9' matches no module"),
         ({"pattern": "5:4"}, "5:4"),
@@ -305,11 +305,11 @@ def test_learning_under_no_grad_works_all_the_same():
         assert halve.learn(convnet(), loader(), steps=2) == expected
 
 
-def test_an_interrupted_run_without_a_checkpoint_says_how_it_could_be_resumed():
+def test_an_interrupted_run_without_a_run_state_says_how_it_could_be_resumed():
     def report(what):
         raise KeyboardInterrupt
 
-    with pytest.warns(LearningWarning, match=r"interrupted after 0 steps; with checkpoint=FILE"):
+    with pytest.warns(LearningWarning, match=r"interrupted after 0 steps; pass run_state=FILE"):
         masks = halve.learn(convnet(), loader(), steps=2, report=report)
     assert masks == halve.prune(convnet(), permute=True, example=images())
 
@@ -324,7 +324,7 @@ def test_learning_works_in_inference_mode_and_on_images_made_in_it():
 
 @pytest.mark.parametrize("value", [lambda views: views.output.mean(1), lambda views: "low"], ids=["vector", "text"])
 def test_an_objective_that_gives_no_number_is_named(value):
-    with pytest.raises(LearningError, match="the objective gave a"):
+    with pytest.raises(LearningError, match="must return a tensor with one element, got a"):
         halve.learn(convnet(), [images()], steps=3, objective=value)
 
 

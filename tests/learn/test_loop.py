@@ -4,26 +4,24 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import halve
-from halve.errors import DataError, FileError, LearningError, LearningWarning
+from halve.errors import DataError, FileError, LearningError, LearningWarning, OptionError
 from halve.learn.loop import Report
 from halve.learn.probe import Estimate
 from halve.learn.run_state import FORMAT
 from halve.masks import storage
+from tests.processes import ROOT, environment
 from tests.tiny import convnet, images, labels, loader
 from tests.untouched import same_bits, untouched
 
-ROOT = Path(__file__).parents[2]
-
 
 def state_of(path):
-    """Header and tensors of a checkpoint."""
+    """Header and tensors of a run state."""
     _, header, tensors = storage.read(path, [FORMAT])
     return header, tensors
 
@@ -40,7 +38,7 @@ def interrupting(step):
 
 def whole(path, **options):
     """An uninterrupted run: masks and final state."""
-    masks = halve.learn(convnet(), loader(), checkpoint=path, checkpoint_every=0, **options)
+    masks = halve.learn(convnet(), loader(), run_state=path, save_every=0, **options)
     return masks, state_of(path)
 
 
@@ -55,12 +53,12 @@ def test_interrupted_and_resumed_is_the_same_as_uninterrupted_to_the_bit(tmp_pat
     options = {"steps": 14, "accumulate": accumulate, "weight_decay": 0.01, "temperature": (2.0, 0.5)}
     expected, state = whole(tmp_path / "whole", **options)
     path = tmp_path / "run"
-    with pytest.warns(LearningWarning, match=r"interrupted after 5 steps; resume=True goes on from .*run"):
-        part = halve.learn(convnet(), loader(), checkpoint=path, report=interrupting(5), **options)
+    with pytest.warns(LearningWarning, match=r"interrupted after 5 steps; resume=True continues from .*run"):
+        part = halve.learn(convnet(), loader(), run_state=path, report=interrupting(5), **options)
     assert part.recipe["steps_done"] == state_of(path)[0]["step"] == 5
     assert part.recipe["ended"] == "interrupted"
     assert halve.verify(convnet(), part).ok
-    masks = halve.learn(convnet(), loader(), checkpoint=path, checkpoint_every=0, resume=True, **options)
+    masks = halve.learn(convnet(), loader(), run_state=path, save_every=0, resume=True, **options)
     assert masks == expected
     assert same_state(state_of(path), state)
     assert masks.recipe["ended"] == "finished"
@@ -82,9 +80,9 @@ def test_ctrl_c_in_the_middle_of_a_step_loses_no_batch_even_if_pressed_twice(tmp
 
     path, handler = tmp_path / "run", signal.getsignal(signal.SIGINT)
     with pytest.warns(LearningWarning, match="interrupted"):
-        halve.learn(convnet(), loader(), checkpoint=path, forward=forward, **options)
+        halve.learn(convnet(), loader(), run_state=path, forward=forward, **options)
     assert signal.getsignal(signal.SIGINT) is handler
-    masks = halve.learn(convnet(), loader(), checkpoint=path, checkpoint_every=0, resume=True, **options)
+    masks = halve.learn(convnet(), loader(), run_state=path, save_every=0, resume=True, **options)
     assert masks == expected
     assert same_state(state_of(path), state)
 
@@ -94,8 +92,8 @@ def test_a_run_can_be_interrupted_and_resumed_many_times(tmp_path):
     path = tmp_path / "run"
     for step in (1, 4, 7):
         with pytest.warns(LearningWarning, match=f"after {step} steps"):
-            halve.learn(convnet(), loader(), checkpoint=path, resume=step > 1, report=interrupting(step), steps=9)
-    masks = halve.learn(convnet(), loader(), checkpoint=path, checkpoint_every=0, resume=True, steps=9)
+            halve.learn(convnet(), loader(), run_state=path, resume=step > 1, report=interrupting(step), steps=9)
+    masks = halve.learn(convnet(), loader(), run_state=path, save_every=0, resume=True, steps=9)
     assert masks == expected
     assert same_state(state_of(path), state)
 
@@ -103,7 +101,7 @@ def test_a_run_can_be_interrupted_and_resumed_many_times(tmp_path):
 def test_resuming_a_finished_run_gives_its_masks_at_once(tmp_path):
     expected, _ = whole(tmp_path / "run", steps=6)
     seen = []
-    again = halve.learn(convnet(), loader(), steps=6, checkpoint=tmp_path / "run", resume=True, report=seen.append)
+    again = halve.learn(convnet(), loader(), steps=6, run_state=tmp_path / "run", resume=True, report=seen.append)
     assert again == expected
     assert seen == []
 
@@ -114,16 +112,15 @@ from tests.tiny import convnet, loader
 torch.set_num_threads(int(sys.argv[2]))
 def report(what):
     print(getattr(what, "step", 0) if hasattr(what, "loss") else 0, flush=True)
-halve.learn(convnet(), loader(), steps=2000, checkpoint=sys.argv[1], checkpoint_every=0, report=report)
+halve.learn(convnet(), loader(), steps=2000, run_state=sys.argv[1], save_every=0, report=report)
 """
 
 
 def test_a_killed_run_loses_at_most_one_interval_and_goes_on_to_the_same_bits(tmp_path):
     script, path = tmp_path / "run.py", tmp_path / "run"
     script.write_text(KILLED)
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(script), str(path), str(torch.get_num_threads())]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment, cwd=ROOT) as process:
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(), cwd=ROOT) as process:
         told = next(step for line in process.stdout if (step := int(line)) >= 8)
         os.kill(process.pid, signal.SIGKILL)
         last = max([told, *(int(line) for line in process.stdout if line.strip())])
@@ -132,11 +129,9 @@ def test_a_killed_run_loses_at_most_one_interval_and_goes_on_to_the_same_bits(tm
     assert saved >= last - 1
     stop = saved + 6
     with pytest.warns(LearningWarning, match=f"after {stop} steps"):
-        resumed = halve.learn(convnet(), loader(), steps=2000, checkpoint=path, resume=True, report=interrupting(stop))
+        resumed = halve.learn(convnet(), loader(), steps=2000, run_state=path, resume=True, report=interrupting(stop))
     with pytest.warns(LearningWarning, match=f"after {stop} steps"):
-        expected = halve.learn(
-            convnet(), loader(), steps=2000, checkpoint=tmp_path / "whole", report=interrupting(stop)
-        )
+        expected = halve.learn(convnet(), loader(), steps=2000, run_state=tmp_path / "whole", report=interrupting(stop))
     assert resumed == expected
     assert same_state(state_of(path), state_of(tmp_path / "whole"))
 
@@ -144,29 +139,29 @@ def test_a_killed_run_loses_at_most_one_interval_and_goes_on_to_the_same_bits(tm
 def test_an_iterator_can_be_resumed_with_a_warning_that_its_order_is_lost(tmp_path):
     path = tmp_path / "run"
     with pytest.warns(LearningWarning, match="interrupted"):
-        halve.learn(convnet(), iter(loader()), steps=4, checkpoint=path, report=interrupting(2))
-    with pytest.warns(LearningWarning, match="its order is lost"):
-        masks = halve.learn(convnet(), iter(loader()), steps=4, checkpoint=path, resume=True)
+        halve.learn(convnet(), iter(loader()), steps=4, run_state=path, report=interrupting(2))
+    with pytest.warns(LearningWarning, match="cannot be rewound"):
+        masks = halve.learn(convnet(), iter(loader()), steps=4, run_state=path, resume=True)
     assert masks.recipe["steps_done"] == 4
 
 
 def test_resuming_without_a_file_is_a_file_error(tmp_path):
-    with pytest.raises(FileError, match="needs checkpoint="):
+    with pytest.raises(OptionError, match="needs run_state="):
         halve.learn(convnet(), loader(), steps=2, resume=True)
     with pytest.raises(FileError, match="no such file"):
-        halve.learn(convnet(), loader(), steps=2, resume=True, checkpoint=tmp_path / "none")
+        halve.learn(convnet(), loader(), steps=2, resume=True, run_state=tmp_path / "none")
 
 
 def test_resuming_with_data_that_is_empty_now_is_a_data_error(tmp_path):
     whole(tmp_path / "run", steps=2)
     with pytest.raises(DataError, match="no batch"):
-        halve.learn(convnet(), [], steps=2, checkpoint=tmp_path / "run", resume=True)
+        halve.learn(convnet(), [], steps=2, run_state=tmp_path / "run", resume=True)
 
 
-def test_data_that_runs_dry_gives_masks_and_a_warning(tmp_path):
-    with pytest.warns(LearningWarning, match=r"ran dry after 4 steps; .*DataLoader"):
-        masks = halve.learn(convnet(), iter(loader()), steps=9, checkpoint=tmp_path / "run")
-    assert (masks.recipe["ended"], masks.recipe["steps_done"]) == ("ran dry", 4)
+def test_data_that_is_exhausted_gives_masks_and_a_warning(tmp_path):
+    with pytest.warns(LearningWarning, match=r"exhausted after 4 steps; .*DataLoader"):
+        masks = halve.learn(convnet(), iter(loader()), steps=9, run_state=tmp_path / "run")
+    assert (masks.recipe["ended"], masks.recipe["steps_done"]) == ("data exhausted", 4)
     assert state_of(tmp_path / "run")[0]["step"] == 4
     assert halve.verify(convnet(), masks).ok
 
@@ -184,7 +179,7 @@ def test_a_loss_that_is_not_finite_ends_with_the_layer_and_what_was_learned(tmp_
     model, path = convnet(), tmp_path / "run"
     good = [images(6, seed=i) for i in range(3)]
     with untouched(model), pytest.raises(LearningError, match=r"by step 4, first in layer 0; .*lower lr=") as error:
-        halve.learn(model, [*good, bad], steps=9, checkpoint=path)
+        halve.learn(model, [*good, bad], steps=9, run_state=path)
     masks = error.value.masks
     assert masks.recipe["ended"] == "not finite"
     assert halve.verify(model, masks).ok
@@ -241,9 +236,9 @@ def test_the_budget_in_minutes_is_kept():
 
 def test_time_that_was_spent_before_counts_when_resumed(tmp_path):
     path = tmp_path / "run"
-    halve.learn(convnet(), loader(), minutes=0.01, checkpoint=path, checkpoint_every=0)
+    halve.learn(convnet(), loader(), minutes=0.01, run_state=path, save_every=0)
     seconds = state_of(path)[0]["seconds"]
-    again = halve.learn(convnet(), loader(), minutes=0.01, checkpoint=path, resume=True)
+    again = halve.learn(convnet(), loader(), minutes=0.01, run_state=path, resume=True)
     assert 0.5 < seconds <= again.recipe["seconds"] + 0.1 < 1.5
 
 
@@ -293,10 +288,10 @@ def test_the_log_has_lines_of_json_and_goes_on_when_resumed(tmp_path):
     log, path = tmp_path / "run.jsonl", tmp_path / "run"
     log.write_text("old\n")
     with pytest.warns(LearningWarning, match="interrupted"):
-        halve.learn(convnet(), loader(), steps=34, log=log, checkpoint=path, report=interrupting(25))
+        halve.learn(convnet(), loader(), steps=34, log=log, run_state=path, report=interrupting(25))
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert [line["step"] for line in lines] == [10, 20]
-    halve.learn(convnet(), loader(), steps=34, log=log, checkpoint=path, resume=True)
+    halve.learn(convnet(), loader(), steps=34, log=log, run_state=path, resume=True)
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     assert [line["step"] for line in lines] == [10, 20, 30, 34]
     for line in lines:
@@ -313,10 +308,10 @@ def test_a_log_that_cannot_be_written_is_a_file_error_before_the_first_step(tmp_
     assert seen == []
 
 
-def test_a_checkpoint_that_cannot_be_written_is_a_file_error_before_the_first_step(tmp_path):
+def test_a_run_state_that_cannot_be_written_is_a_file_error_before_the_first_step(tmp_path):
     seen = []
     with pytest.raises(FileError, match="cannot write"):
-        halve.learn(convnet(), loader(), steps=3, checkpoint=tmp_path / "none" / "run", report=seen.append)
+        halve.learn(convnet(), loader(), steps=3, run_state=tmp_path / "none" / "run", report=seen.append)
     assert not any(isinstance(what, Report) for what in seen)
 
 
@@ -328,10 +323,10 @@ def test_nothing_is_written_that_was_not_asked_for(tmp_path, monkeypatch):
 
 def test_an_existing_run_is_not_overwritten_by_accident(tmp_path):
     path = tmp_path / "run"
-    halve.learn(convnet(), loader(), steps=2, checkpoint=path)
+    halve.learn(convnet(), loader(), steps=2, run_state=path)
     before = path.read_bytes()
-    with pytest.raises(FileError, match="holds the state of a run: resume=True"):
-        halve.learn(convnet(), loader(), steps=2, checkpoint=path)
+    with pytest.raises(FileError, match="holds the state of a run: continue it with resume=True"):
+        halve.learn(convnet(), loader(), steps=2, run_state=path)
     assert path.read_bytes() == before
 
 
@@ -348,17 +343,16 @@ class Slow(torch.utils.data.Dataset):
         import time; time.sleep(0.02)
         return images(1)[0]
 warnings.simplefilter("ignore")
-masks = halve.learn(convnet(), DataLoader(Slow(), 4, num_workers=2), steps=10**6, checkpoint=sys.argv[1],
+masks = halve.learn(convnet(), DataLoader(Slow(), 4, num_workers=2), steps=10**6, run_state=sys.argv[1],
                     report=lambda r: print("step", flush=True))
 print("ended", masks.recipe["ended"], masks.recipe["steps_done"] > 0, flush=True)
 """
     )
     command = [sys.executable, str(script), str(tmp_path / "state")]
-    root = Path(__file__).parent.parent.parent
     process = subprocess.Popen(
         command,
-        cwd=root,
-        env=os.environ | {"PYTHONPATH": str(root)},
+        cwd=ROOT,
+        env=environment(),
         stdout=subprocess.PIPE,
         text=True,
         start_new_session=True,

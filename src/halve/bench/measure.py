@@ -16,12 +16,12 @@ from halve.batches import Progress
 from halve.bench.energy import meter_of
 from halve.bench.rounds import burst_on, energy_mj, in_turns
 from halve.bench.systems import SYSTEMS, Case, Ready, weight_bytes
+from halve.cuda_graphs import autotuned_cudnn
 from halve.engine.capture.purity import convert_, unchanged
 from halve.engine.compile import compile
 from halve.engine.compiled import Compiled
 from halve.engine.plan import Entry
 from halve.errors import EngineError, HalveError
-from halve.learn.step_graph import best_algorithms
 from halve.masks.apply import OnChanged, apply
 from halve.masks.mask import MaskSet
 
@@ -119,7 +119,7 @@ def bench(
         return fast[0]
 
     found = []
-    with torch.no_grad(), best_algorithms(), _on(device):
+    with torch.no_grad(), autotuned_cudnn(), _on(device):
         order = _put_in_order_(masked, inputs, dtype)
         for size in sizes:
             case = Case(masked, _batch_of(inputs, size, dtype, order), compiled)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 from torch.fx.node import map_aggregate
 
+from halve.cuda_graphs import autotuned_cudnn
 from halve.engine.capture.guards import Guards, misfit
 from halve.engine.kernels.cuda import driver, jit
 from halve.engine.layer import DENSE, Layer
@@ -22,7 +23,6 @@ from halve.engine.recorded import ALONE, MOST, Recordings, Shapes, shapes_of
 from halve.engine.timing_cache import Memory
 from halve.errors import EngineError, EngineWarning, listed
 from halve.graph import Sizes
-from halve.learn.step_graph import best_algorithms
 
 _NHWC = torch.channels_last
 _MOST_SHAPES = 4096  # that are remembered as fitting
@@ -147,7 +147,7 @@ class Compiled(nn.Module):
         for size in dict.fromkeys(int(size) for size in given):
             inputs = tuple(self._varied(x, size) for x in self.example)
             self._check(inputs)
-            with ALONE, self._recordings.planning, torch.no_grad(), torch.cuda.device(self.device), best_algorithms():
+            with ALONE, self._recordings.planning, torch.no_grad(), torch.cuda.device(self.device), autotuned_cudnn():
                 if size not in self.plan.batches:
                     with self._as_before_if_it_fails():
                         run = partial(self._run, *inputs)
