@@ -13,8 +13,8 @@ pytest.importorskip("sklearn")
 
 
 def test_the_demo_writes_its_files_and_ends_with_a_table_of_what_it_found(halve, tmp_path, monkeypatch):
-    monkeypatch.setattr(demo, "STEPS", 30)
-    monkeypatch.setattr(digits, "train_digits", functools.partial(digits.train_digits, epochs=3))
+    monkeypatch.setattr(demo, "STEPS", 15)
+    monkeypatch.setattr(digits, "train_digits", functools.partial(digits.train_digits, epochs=4))
     result = halve("demo", "--out", "made/here")
     folder = tmp_path / "made" / "here"
     assert sorted(path.name for path in folder.iterdir()) == [

@@ -8,7 +8,7 @@ import halve
 from halve.errors import DataError, LearningError, ModelError, OptionError
 from halve.learn.accuracy_budget import enforce_accuracy_budget
 from tests.random_masks import random
-from tests.tiny import convnet, images, labels
+from tests.tiny import convnet, images, labels, learn
 from tests.untouched import untouched
 
 
@@ -106,7 +106,7 @@ def test_statistics_stay_with_the_masks():
 
 def test_learn_keeps_within_the_budget():
     model, x = network(), random(200, 16)
-    masks = halve.learn(model, x, steps=5, max_drop=0.4, drop_data=[x])
+    masks = learn(model, x, steps=5, max_drop=0.4, drop_data=[x])
     assert masks.recipe["method"] == "learn"
     assert masks.recipe["drop"] <= 0.4
     assert drop_of(model, masks, x) <= 0.4
@@ -116,16 +116,16 @@ def test_learn_keeps_within_the_budget():
 def test_learn_takes_the_budget_and_its_data_together_or_not_at_all():
     for half in ({"max_drop": 0.1}, {"drop_data": images()}):
         with pytest.raises(OptionError, match="must be given together"):
-            halve.learn(convnet(), images(), steps=1, **half)
+            learn(convnet(), images(), steps=1, **half)
     with pytest.raises(LearningError, match="top1") as raised:
-        halve.learn(convnet(), images(), steps=1, max_drop=0.1, drop_data=images(), drop_metric="top1")
+        learn(convnet(), images(), steps=1, max_drop=0.1, drop_data=images(), drop_metric="top1")
     assert halve.verify(convnet(), raised.value.masks).ok
-    halve.learn(convnet(), images(), steps=1, max_drop=1.0, drop_data=[(images(), labels())], drop_metric="top1")
+    learn(convnet(), images(), steps=1, max_drop=1.0, drop_data=[(images(), labels())], drop_metric="top1")
 
 
 @pytest.mark.parametrize("bad", [{"max_drop": 2.0}, {"max_drop": 0.1, "drop_metric": "top5"}])
 def test_a_bad_budget_is_refused_before_anything_is_learned(bad):
     seen = []
     with pytest.raises(OptionError):
-        halve.learn(convnet(), images(), steps=2, drop_data=images(), report=seen.append, **bad)
+        learn(convnet(), images(), steps=2, drop_data=images(), report=seen.append, **bad)
     assert seen == []

@@ -6,7 +6,6 @@ import torch
 import torchvision
 from torch import nn
 
-import halve
 from halve.errors import DataError, HalveError, OptionError
 from halve.learn.objective import (
     DEPTH,
@@ -27,7 +26,7 @@ from halve.learn.objective import (
 )
 from halve.modules import kind_of
 from tests.random_masks import random
-from tests.tiny import convnet, images, labels
+from tests.tiny import convnet, images, labels, learn
 
 
 def views(output, dense_output=None, features=(), dense_features=(), batch=None, guidance=1.0):
@@ -254,7 +253,7 @@ def test_an_objective_of_ones_own_gets_views_of_both_networks():
         return (v.output - v.dense_output).square().mean()
 
     batch = (images(6), labels(6))
-    halve.learn(model, [batch], objective=mine, steps=2)
+    learn(model, [batch], objective=mine, steps=2)
     v = seen[-1]
     assert isinstance(v, Views)
     assert v.batch is batch
@@ -272,7 +271,7 @@ def test_named_features_are_what_an_objective_gets():
         seen.append(v)
         return v.features[0].square().mean()
 
-    masks = halve.learn(convnet(), [images(6)], objective=mine, features="4", steps=1)
+    masks = learn(convnet(), [images(6)], objective=mine, features="4", steps=1)
     assert [tuple(x.shape) for x in seen[-1].features] == [(6, 8, 8, 8)]
     assert masks.recipe["blocks"] == ["4"]
 
@@ -289,4 +288,4 @@ def test_features_that_never_run_are_a_clear_error():
             return x
 
     with pytest.raises(HalveError, match="layers"):
-        halve.learn(Net().eval(), [torch.randn(4, 8)], features="layers", steps=1)
+        learn(Net().eval(), [torch.randn(4, 8)], features="layers", steps=1)

@@ -2,14 +2,13 @@ import pytest
 import torch
 from torch import nn
 
-import halve
 from halve.errors import LearningError, ModelError
 from halve.learn import loop
 from halve.learn.probe import Estimate, peak_bytes
 from halve.learn.reporting import Report
 from halve.learn.run_state import FORMAT
 from halve.masks import storage
-from tests.tiny import convnet, images, labels, loader
+from tests.tiny import convnet, images, labels, learn, loader
 from tests.untouched import same_bits, untouched
 
 
@@ -29,7 +28,7 @@ class Narrow(nn.Module):
 
 def test_the_estimate_comes_before_the_first_step_with_positive_numbers():
     seen = []
-    halve.learn(convnet(), loader(), steps=3, report=seen.append)
+    learn(convnet(), loader(), steps=3, report=seen.append)
     first = seen[0]
     assert isinstance(first, Estimate)
     assert not any(isinstance(report, Estimate) for report in seen[1:])
@@ -41,21 +40,21 @@ def test_the_estimate_comes_before_the_first_step_with_positive_numbers():
 
 def test_the_estimate_of_a_run_by_the_clock_is_the_clock():
     seen = []
-    halve.learn(convnet(), loader(), minutes=0.002, report=seen.append)
+    learn(convnet(), loader(), minutes=0.002, report=seen.append)
     assert seen[0].steps is None
     assert seen[0].seconds == pytest.approx(0.12)
 
 
 def test_an_estimate_counts_every_batch_of_a_step():
     seen = []
-    halve.learn(convnet(), loader(), epochs=2, accumulate=4, report=seen.append)
+    learn(convnet(), loader(), epochs=2, accumulate=4, report=seen.append)
     assert seen[0].steps == 2
 
 
 def test_the_dry_run_changes_nothing(tmp_path, monkeypatch):
     def run(path):
         losses = []
-        masks = halve.learn(
+        masks = learn(
             convnet(),
             loader(),
             steps=3,
@@ -79,12 +78,12 @@ def test_a_batch_that_does_not_fit_is_an_error_with_one_that_does(size, most, fi
     model = Narrow(most)
     message = f"a batch of {size} images does not fit .* {fits} do: use batches of {fits} with accumulate={accumulate}"
     with untouched(model), pytest.raises(ModelError, match=message):
-        halve.learn(model, [images(size)], steps=3)
+        learn(model, [images(size)], steps=3)
 
 
 def test_when_not_even_one_image_fits_the_error_says_so():
     with pytest.raises(ModelError, match="a single image does not fit"):
-        halve.learn(Narrow(0), [images(6)], steps=3)
+        learn(Narrow(0), [images(6)], steps=3)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +97,7 @@ def test_when_not_even_one_image_fits_the_error_says_so():
 )
 def test_a_smaller_batch_is_found_for_every_kind_of_batch(batch, options):
     with pytest.raises(ModelError, match=r"a batch of 12 images does not fit .* 6 do: "):
-        halve.learn(Narrow(6), [batch], steps=3, **options)
+        learn(Narrow(6), [batch], steps=3, **options)
 
 
 def test_a_smaller_batch_is_found_where_only_the_users_forward_knows_what_is_in_it():
@@ -106,7 +105,7 @@ def test_a_smaller_batch_is_found_where_only_the_users_forward_knows_what_is_in_
         return model(torch.stack(batch["pictures"]))
 
     with pytest.raises(ModelError, match=r"a batch of 12 images does not fit .* 6 do: "):
-        halve.learn(Narrow(6), [{"pictures": list(images(12))}], steps=3, forward=forward)
+        learn(Narrow(6), [{"pictures": list(images(12))}], steps=3, forward=forward)
 
 
 def test_a_batch_that_cannot_be_cut_gets_advice_without_a_number():
@@ -114,7 +113,7 @@ def test_a_batch_that_cannot_be_cut_gets_advice_without_a_number():
         pictures = images(12)
 
     with pytest.raises(ModelError, match=r"does not fit .*smaller batches with accumulate="):
-        halve.learn(Narrow(4), [Batch()], steps=3, forward=lambda model, batch: model(batch.pictures))
+        learn(Narrow(4), [Batch()], steps=3, forward=lambda model, batch: model(batch.pictures))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +127,7 @@ def test_a_batch_that_cannot_be_cut_gets_advice_without_a_number():
 )
 def test_an_objective_that_does_not_depend_on_the_masks_is_a_learning_error(options):
     with pytest.raises(LearningError, match="no gradient reaches the logits"):
-        halve.learn(convnet(), [images(4)], steps=2, **options)
+        learn(convnet(), [images(4)], steps=2, **options)
 
 
 def test_peak_memory_is_that_of_the_process_on_a_cpu():

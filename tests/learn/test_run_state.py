@@ -8,7 +8,7 @@ from halve.errors import FileError
 from halve.learn.run_state import FORMAT, RunState, optimizer_state, restore_
 from halve.masks import storage
 from tests.random_masks import random
-from tests.tiny import convnet, images
+from tests.tiny import convnet, images, learn
 from tests.untouched import same_bits
 
 IDENTITY = {
@@ -55,19 +55,19 @@ def test_the_state_of_another_run_is_refused_by_what_differs(tmp_path, changes, 
 )
 def test_resuming_with_other_settings_names_the_setting(tmp_path, change, names):
     model, path = convnet(), tmp_path / "run"
-    halve.learn(model, [images(4)], steps=2, run_state=path, save_every=0)
+    learn(model, [images(4)], steps=2, run_state=path, save_every=0)
     with pytest.raises(FileError) as error:
-        halve.learn(model, [images(4)], run_state=path, resume=True, **{"steps": 2, **change})
+        learn(model, [images(4)], run_state=path, resume=True, **{"steps": 2, **change})
     assert all(name in str(error.value) for name in names), str(error.value)
 
 
 def test_resuming_with_other_weights_is_refused(tmp_path):
     model, path = convnet(), tmp_path / "run"
-    halve.learn(model, [images(4)], steps=2, run_state=path, save_every=0)
+    learn(model, [images(4)], steps=2, run_state=path, save_every=0)
     with torch.no_grad():
         model[8].weight.mul_(1.01)
     with pytest.raises(FileError, match="weights"):
-        halve.learn(model, [images(4)], steps=2, run_state=path, resume=True)
+        learn(model, [images(4)], steps=2, run_state=path, resume=True)
 
 
 def test_a_damaged_file_is_a_file_error_wherever_the_damage_is(tmp_path):
