@@ -1,8 +1,8 @@
 import pytest
 
 from halve.cli import progress
-from halve.learn.loop import Report
 from halve.learn.probe import Estimate
+from halve.learn.reporting import Report
 
 
 def test_progress_goes_to_standard_error_and_the_items_come_through(capsys):

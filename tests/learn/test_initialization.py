@@ -1,5 +1,7 @@
 """Where learning starts, and what becomes of channel orders that nobody asked for."""
 
+import hashlib
+
 import pytest
 import torch
 from torch import nn
@@ -8,24 +10,15 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import halve
 from halve.errors import DataError, FileError, LearningWarning, ModelError, OptionError
 from halve.learn import initialization
-from halve.learn.loop import Report
 from halve.learn.run_state import FORMAT
 from halve.masks import storage
-from tests.tiny import convnet, images, labels, loader
+from tests.tiny import convnet, images, interrupting, labels, loader
 from tests.untouched import same_bits, untouched
 
 
 def moved(masks):
     """Layers whose channels are in another order."""
     return [name for name, mask in masks.items() if mask.layout.channel_order is not None]
-
-
-def interrupting(step):
-    def report(what):
-        if isinstance(what, Report) and what.step == step:
-            raise KeyboardInterrupt
-
-    return report
 
 
 class Moody(nn.Module):
@@ -213,6 +206,10 @@ def test_a_run_that_was_begun_without_orders_goes_on_without(tmp_path):
 
 def test_a_run_that_was_begun_with_orders_is_not_resumed_without(tmp_path):
     halve.learn(convnet(), loader(), steps=2, run_state=tmp_path / "run")
+    _, header, _ = storage.read(tmp_path / "run", [FORMAT])
+    order = tuple(header["permutation"]["orders"][header["permutation"]["layers"]["3"]])
+    digest = hashlib.sha256(repr(order).encode()).hexdigest()[:16]
+    assert header["identity"]["layers"]["3"] == ["2:4", "channels", False, [8, 8, 3, 3], digest]
     with pytest.raises(FileError, match=r"another run: layers\.3"):
         halve.learn(convnet(), loader(), steps=2, run_state=tmp_path / "run", resume=True, permute=False)
 

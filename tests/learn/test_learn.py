@@ -8,7 +8,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import halve
 from halve.errors import DataError, LearningError, LearningWarning, MaskError, ModelError, OptionError
-from halve.learn.loop import Report
+from halve.learn.reporting import Report
 from halve.masks.layout import plain
 from halve.sources.digits import digits, train_digits
 from tests.tiny import convnet, images, labels, learn, loader
@@ -323,13 +323,3 @@ def test_learning_works_in_inference_mode_and_on_images_made_in_it():
 def test_an_objective_that_gives_no_number_is_named(value):
     with pytest.raises(LearningError, match="must return a tensor with one element, got a"):
         learn(convnet(), [images()], steps=3, objective=value)
-
-
-def test_the_typed_options_are_the_settings_and_those_of_select():
-    import dataclasses
-
-    from halve.learn.settings import LearnOptions, Settings
-    from halve.select.select import SelectOptions
-
-    fields = {field.name for field in dataclasses.fields(Settings)}
-    assert LearnOptions.__annotations__.keys() == fields | SelectOptions.__annotations__.keys()

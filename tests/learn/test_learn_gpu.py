@@ -4,23 +4,14 @@ from torch import nn
 
 import halve
 from halve.errors import LearningError, LearningWarning, ModelError
-from halve.learn.loop import Report
 from halve.sources.digits import digits, train_digits
-from tests.tiny import convnet, images, labels, loader
+from tests.tiny import convnet, images, interrupting, labels, loader
 from tests.untouched import untouched
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
 ]
-
-
-def interrupting(step):
-    def report(what):
-        if isinstance(what, Report) and what.step == step:
-            raise KeyboardInterrupt
-
-    return report
 
 
 @pytest.mark.parametrize("precision", ["auto", "float32"])

@@ -11,12 +11,12 @@ from torch import nn
 
 import halve
 from halve.errors import DataError, FileError, LearningError, LearningWarning, OptionError
-from halve.learn.loop import Report
 from halve.learn.probe import Estimate
+from halve.learn.reporting import Report
 from halve.learn.run_state import FORMAT
 from halve.masks import storage
 from tests.processes import ROOT, environment
-from tests.tiny import convnet, images, labels, learn, loader
+from tests.tiny import convnet, images, interrupting, labels, learn, loader
 from tests.untouched import same_bits, untouched
 
 
@@ -24,16 +24,6 @@ def state_of(path):
     """Header and tensors of a run state."""
     _, header, tensors = storage.read(path, [FORMAT])
     return header, tensors
-
-
-def interrupting(step):
-    """A report that presses Ctrl-C after this step."""
-
-    def report(what):
-        if isinstance(what, Report) and what.step == step:
-            raise KeyboardInterrupt
-
-    return report
 
 
 def whole(path, **options):

@@ -1,5 +1,8 @@
+import dataclasses
 import json
 import math
+from collections.abc import Sequence
+from typing import get_type_hints
 
 import pytest
 from torch import nn
@@ -8,7 +11,8 @@ import halve
 from halve.errors import OptionError
 from halve.learn.learn import learn
 from halve.learn.schedule import Schedule
-from halve.learn.settings import DEFAULT_MINUTES, Settings, preset_options, split_options
+from halve.learn.settings import DEFAULT_MINUTES, LearnOptions, Settings, preset_options, split_options
+from halve.select.select import SelectOptions
 from tests.tiny import convnet, images, labels
 
 
@@ -19,6 +23,15 @@ def test_only_one_budget_can_be_given():
         Settings(steps=3, epochs=1)
     with pytest.raises(OptionError, match="steps=3 and epochs=1 and minutes=1"):
         Settings(steps=3, epochs=1, minutes=1)
+
+
+def test_the_typed_options_are_the_settings_and_those_of_select():
+    settings, selection = get_type_hints(Settings), get_type_hints(SelectOptions)
+    typed = get_type_hints(LearnOptions)
+    assert typed.pop("features") == str | Sequence[str] | None  # which become a tuple
+    assert settings.pop("features") == tuple[str, ...] | None
+    assert typed == settings | selection
+    assert list(settings) == [field.name for field in dataclasses.fields(Settings) if field.name != "features"]
 
 
 def test_an_unknown_option_is_named_beside_the_known_ones():

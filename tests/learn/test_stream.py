@@ -20,6 +20,20 @@ def test_batches_come_again_and_epochs_are_counted():
     assert (stream.epoch, stream.taken) == (2, 7)
 
 
+def test_the_data_is_not_iterated_over_before_a_batch_is_asked_for():
+    opened = []
+
+    class Data(list):
+        def __iter__(self):
+            opened.append(1)
+            return super().__iter__()
+
+    stream = BatchStream(Data([1, 2]))
+    assert (stream.length, stream.repeats, opened) == (2, True, [])
+    assert stream.peek() == stream.peek() == stream.next() == 1
+    assert (stream.next(), opened) == (2, [1])
+
+
 def test_skipping_goes_where_taking_would():
     one, other = BatchStream([1, 2, 3]), BatchStream([1, 2, 3])
     one.skip(5)
