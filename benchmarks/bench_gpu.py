@@ -1,4 +1,4 @@
-"""Whole networks on a GPU: halve against eager, torch.compile, the best dense form, torch's own 2:4 and our dense twin.
+"""Whole networks on a GPU: halve against eager, torch.compile, best dense, torch's own 2:4, and our kernels dense.
 
     python benchmarks/bench_gpu.py [--networks resnet18 resnet50] [--batches 1 8 32 256] [--compile-batches 1 256]
                                    [--systems ...] [--size 224] [--dtype float16] [--seconds 0.3]

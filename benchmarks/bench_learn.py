@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torchvision.models import resnet50
 
 import halve
-from halve.learn.objective import Views, distill_both, find_blocks, watching
+from halve.learn.objective import Views, distill_outputs_and_features, find_blocks, watching
 from halve.learn.sampling import Sampler
 from halve.masks.pattern import Pattern
 from halve.modules import weight_of
@@ -85,7 +85,7 @@ def distil_step(
             with watching(student, blocks) as ours:
                 output = student(images)
         optimizer.zero_grad(set_to_none=True)
-        distill_both(Views(output, ours, dense_output, theirs, images)).backward()
+        distill_outputs_and_features(Views(output, ours, dense_output, theirs, images)).backward()
         optimizer.step()
 
     return step

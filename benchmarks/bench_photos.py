@@ -33,12 +33,12 @@ def photos(assets: Path, folder: str, limit: int | None = None) -> list[Tensor]:
 
 
 def all_sparse(fast: Compiled) -> Compiled:
-    """A copy in which each masked layer takes one of our sparse kernels, all of them in turn."""
+    """A copy in which each masked layer runs on a sparse kernel, each of them in turn."""
     result = copy.deepcopy(fast)
     for number, layer in enumerate(result.layers):
-        ways = [way for way in layer.possible(twins=False) if way.startswith("sparse")]
-        if ways:
-            layer.take({1: ways[number % len(ways)]})
+        kernels = layer.sparse_kernels(fast.device)
+        if kernels:
+            layer.use({1: kernels[number % len(kernels)]})
     return result
 
 
@@ -69,7 +69,7 @@ def main() -> None:
     records = []
     for dtype in (torch.float16, torch.bfloat16):
         fast = halve.compile(model, masks, batches[0].to(dtype))
-        sparse = sum(entry.kernel.startswith("sparse") for entry in fast.plan)
+        sparse = sum(entry.sparse for entry in fast.plan)
         systems = {"torch": copy.deepcopy(masked).to(dtype), "halve": fast, "halve, all sparse": all_sparse(fast)}
         for name, system in systems.items():
             flips = int((classes(system, batches, dtype) != expected).sum())

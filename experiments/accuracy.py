@@ -32,7 +32,7 @@ from halve.sources.models import load_model
 
 RESULTS = Path(__file__).parent / "results" / "accuracy.json"
 LEARNING = tuple(field.name for field in dataclasses.fields(Settings))
-SETTINGS = ("steps_done", "replayed", "preset", *LEARNING, "selection", "permute")  # recipe entries to record
+SETTINGS = ("steps_done", "step_graph", "preset", *LEARNING, "selection", "permute")  # recipe entries to record
 METHODS = ("dense", "magnitude", "magnitude_permuted", "paper", "halve", "halve_recalibrated")
 
 

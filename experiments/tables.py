@@ -132,7 +132,10 @@ def gpu_layers() -> str:
             kind = record["network"], names[record["network"], record["layer"]]
             kinds.setdefault(kind, {}).setdefault(record["batch"], []).append(record)
     heads = " | ".join(f"batch {batch}" for batch in LAYER_BATCHES)
-    lines = [f"| dense / twin / sparse, microseconds | layers | {heads} |", "|---" * (2 + len(LAYER_BATCHES)) + "|"]
+    lines = [
+        f"| library / our kernel with all weights / with half, microseconds | layers | {heads} |",
+        "|---" * (2 + len(LAYER_BATCHES)) + "|",
+    ]
     for (network, shape), found in kinds.items():
         cells = []
         for batch in LAYER_BATCHES:
@@ -141,7 +144,7 @@ def gpu_layers() -> str:
                 continue
             times = [
                 statistics.mean(1000 * record[kind] for record in found[batch])
-                for kind in ("dense_ms", "twin_ms", "sparse_ms")
+                for kind in ("dense_ms", "our_dense_ms", "sparse_ms")
             ]
             words = [f"{time:.1f}" if time < 10 else f"{time:.0f}" for time in times]
             fastest = times.index(min(times))

@@ -1,8 +1,14 @@
 """A small network and data for it: a learning step takes a millisecond or two."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
+
+import halve
+from halve.learn.reporting import Report
 
 
 def convnet(seed: int = 0) -> nn.Sequential:
@@ -43,3 +49,18 @@ def loader(count: int = 24, batch: int = 6, seed: int = 0) -> DataLoader[tuple[T
     """Shuffled batches with labels; a new loader with the same seed yields the same order."""
     data = TensorDataset(images(count), labels(count))
     return DataLoader(data, batch, shuffle=True, generator=torch.Generator().manual_seed(seed))
+
+
+def learn(model: nn.Module, data: Any, **options: Any) -> halve.MaskSet:
+    """`halve.learn` without the search for channel orders, which takes longer here than learning itself."""
+    return halve.learn(model, data, **{"permute": False} | options)
+
+
+def interrupting(step: int) -> Callable[[Any], None]:
+    """A report that presses Ctrl-C after this step."""
+
+    def report(event: Any) -> None:
+        if isinstance(event, Report) and event.step == step:
+            raise KeyboardInterrupt
+
+    return report

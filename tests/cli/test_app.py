@@ -1,4 +1,3 @@
-import os
 import resource
 import signal
 import subprocess
@@ -7,20 +6,22 @@ import time
 from pathlib import Path
 
 import pytest
+import typer
 
 import halve as package
+from halve.cli import app
 from halve.version import VERSION
+from tests.processes import environment
 
-COMMANDS = ("demo", "select", "prune", "apply", "verify", "evaluate", "bench", "inspect", "pack", "unpack")
+COMMANDS = [command.__name__ for command in app.COMMANDS]
 HALVE = str(Path(sys.executable).with_name("halve"))
 
 
 def start(folder, *arguments, **options):
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "COLUMNS": "80"}
     return subprocess.Popen(
         [HALVE, *map(str, arguments)],
         cwd=folder,
-        env=environment,
+        env=environment(OMP_NUM_THREADS="1", COLUMNS="80"),
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -42,7 +43,7 @@ def test_the_list_of_commands_names_every_command_and_the_exit_codes(halve):
     shown = halve("--help").out
     for name in COMMANDS:
         assert f"\n  {name} " in shown
-    assert "Exit codes: 0 done, 1 a check failed, 2 bad input, 130 interrupted." in shown
+    assert "Exit codes: 0 success, 1 a check failed, 2 bad input, 130 interrupted." in shown
 
 
 def test_without_a_command_the_help_is_shown(halve):
@@ -55,18 +56,20 @@ def test_the_version_is_printed(halve):
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_each_commands_help_has_an_example_and_describes_every_option(halve, command):
-    lines = halve(command, "--help").out.splitlines()
-    assert any(line.strip().startswith(f"halve {command} ") for line in lines)
-    options = [line for line in lines if line.startswith("  --")]
-    assert options
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_each_example_stands_on_one_line_to_be_copied(halve, command, monkeypatch):
+def test_each_commands_help_has_an_example_on_one_line_and_describes_every_option(halve, command):
     lines = halve(command, "--help").out.splitlines()
     example = next(i for i, line in enumerate(lines) if line.strip().startswith(f"halve {command} "))
     assert lines[example + 1].strip() == ""
+    options = typer.main.get_group(app.app).commands[command].params
+    shown = [line for line in lines if line.startswith("  --")]
+    assert len(shown) == 1 + sum(option.opts[0].startswith("--") for option in options)  # and --help
+    assert all(option.help for option in options)
+
+
+def test_every_file_of_the_folder_with_a_command_is_in_the_table():
+    folder = Path(app.__file__).parent
+    commands = {path.stem for path in folder.glob("*.py") if path.read_text().startswith('"""halve ')}
+    assert commands == {command.__module__.rpartition(".")[2] for command in app.COMMANDS}
 
 
 @pytest.mark.parametrize(
@@ -139,17 +142,9 @@ def test_bad_input_exits_with_2_and_one_error_on_standard_error(halve, folder, a
     assert files(folder) == before
 
 
-def test_the_installed_command_separates_results_from_notes_and_exits_with_the_code(folder):
-    code, out, err = finished(start(folder, "prune", "zoo.py:nett", "--json"))
-    assert (code, out) == (2, "")
-    assert err.startswith("error: unknown callable in zoo.py 'nett'; near: net")
-
-
-@pytest.mark.parametrize("command", ["evaluate", "prune"])
-def test_an_interrupt_exits_with_130_and_leaves_no_half_written_file(folder, command):
+def test_an_interrupt_exits_with_130_and_leaves_no_half_written_file(folder):
     before = files(folder)
-    arguments = ["--score", "wanda", "--recalibrate"] if command == "prune" else []
-    process = start(folder, command, "zoo.py:slow", "--data", "photos", *arguments)
+    process = start(folder, "prune", "zoo.py:slow", "--data", "photos", "--score", "wanda", "--recalibrate")
     deadline = time.monotonic() + 60
     while not (folder / "running").exists():
         assert process.poll() is None, process.communicate()
@@ -161,33 +156,32 @@ def test_an_interrupt_exits_with_130_and_leaves_no_half_written_file(folder, com
     assert files(folder) == sorted([*before, "running"])
 
 
-def test_a_full_disk_exits_with_2_and_keeps_the_old_file(folder):
+def test_a_full_disk_exits_with_2_and_keeps_the_old_file(halve, folder, monkeypatch):
     old = folder / "net.masks.safetensors"
     old.write_bytes(b"old")
     before = files(folder)
-
-    def full():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (600, 600))
-
-    environment = {"PYTHONDONTWRITEBYTECODE": "1"}
-    os.environ.update(environment)
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (600, limits[1]))
     try:
-        process = start(folder, "prune", "zoo.py:net", "--weights", "net.safetensors", preexec_fn=full)
-        code, out, err = finished(process)
+        result = halve("prune", "zoo.py:net", "--weights", "net.safetensors", code=2)
     finally:
-        del os.environ["PYTHONDONTWRITEBYTECODE"]
-    assert (code, out) == (2, "")
-    assert "error: cannot write net.masks.safetensors: File too large; nothing was written" in err
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert result.out == ""
+    assert "error: cannot write net.masks.safetensors: File too large; nothing was written" in result.err
     assert old.read_bytes() == b"old"
     assert files(folder) == before
 
 
-def test_concurrent_runs_that_write_the_same_file_leave_one_whole_result(folder):
+def test_concurrent_runs_of_the_installed_command_leave_one_whole_result(folder):
     running = [
         start(folder, "prune", "zoo.py:net", "--score", "random", "--seed", seed, "--out", "same.masks.safetensors")
         for seed in (1, 2)
     ]
-    assert [finished(process)[0] for process in running] == [0, 0]
+    for code, out, err in map(finished, running):
+        assert code == 0
+        assert out.startswith("same.masks.safetensors: 2 layers")  # the result, apart from notes and progress
+        assert "layers" in err
     assert package.load(folder / "same.masks.safetensors").recipe["seed"] in (1, 2)
     assert not [name for name in files(folder) if ".part" in name]
 

@@ -13,12 +13,21 @@ QUICK = ("--size", "16", "--out", "net.pt2")
 def test_a_compiled_network_is_written_and_can_be_read(halve, net, masks, folder):
     result = halve("compile", *net, "--masks", masks, *QUICK, "--batch", "2", "--batch", "3")
     assert "net.pt2: " in result.out
-    assert "running dense: the sparse kernels are for NVIDIA GPUs" in result.err
+    assert "running dense: sparse tensor cores need an NVIDIA GPU" in result.err
     fast = package.load_compiled(folder / "net.pt2")
     x = torch.randn(3, *fast.example[0].shape[1:])
     model = load_model("zoo.py:net", folder / net[-1]).model
     expected = package.apply(model, package.load(folder / masks))(x)
     torch.testing.assert_close(fast(x), expected, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.filterwarnings("always:running dense")
+def test_other_image_sizes_are_taken_when_asked_for(halve, net, masks, folder):
+    halve("compile", *net, "--masks", masks, *QUICK, "--any-size")
+    assert package.load_compiled(folder / "net.pt2")(torch.randn(2, 3, 24, 16)).shape[0] == 2
+    halve("compile", *net, "--masks", masks, *QUICK)
+    with pytest.raises(package.HalveError, match="any_size=True"):
+        package.load_compiled(folder / "net.pt2")(torch.randn(2, 3, 24, 16))
 
 
 @pytest.mark.filterwarnings("always:running dense")
@@ -32,13 +41,13 @@ def test_json_has_the_file_and_the_plan(halve, net, masks, folder):
 
 def test_bad_options_are_refused_before_anything_is_compiled(halve, net, masks):
     given = ("compile", *net, "--masks", masks)
-    assert "there are float32, float16, bfloat16" in halve(*given, *QUICK, "--dtype", "int8", code=2).err
+    assert "must be one of float32, float16, bfloat16, got int8" in halve(*given, *QUICK, "--dtype", "int8", code=2).err
     assert "cannot write" in halve(*given, "--out", "nowhere/net.pt2", code=2).err
     assert "--batch" in halve(*given, *QUICK, "--batch", "0", code=2).err
 
 
 def test_a_plan_is_a_table(capsys):
-    show_plan(8, [Entry("conv1", "4>8 3x3 at 8", "sparse 64x64", 0.1, 0.2, 0.15, 0.1, "fastest")])
+    show_plan(8, [Entry("conv1", "4>8 3x3 at 8", "mma_sp 64x64", True, 0.1, 0.2, 0.15, 0.1, "fastest")])
     shown = capsys.readouterr().out
     assert "batch 8: 1 of 1 layers sparse" in shown
-    assert "sparse 64x64" in shown
+    assert "mma_sp 64x64" in shown

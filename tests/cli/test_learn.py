@@ -1,3 +1,5 @@
+import dataclasses
+import inspect
 import json
 import signal
 import subprocess
@@ -6,10 +8,17 @@ import time
 from pathlib import Path
 
 import pytest
+import typer
 
 import halve as library
+from halve.cli import app
+from halve.cli.learn import PYTHON_ONLY
+from halve.cli.signature import documented
 from halve.errors import ModelError
 from halve.learn import initialization
+from halve.learn.settings import Settings
+from halve.select.select import SelectOptions
+from tests.processes import environment
 
 FAST = ("--steps", "4", "--batch", "8")
 
@@ -48,7 +57,7 @@ def test_json_stands_alone_on_standard_output(halve, net):
 
 def test_channel_orders_are_looked_for_and_what_they_gained_is_told(halve, net):
     result = halve("learn", *net, "--data", "photos", *FAST)
-    assert "channel orders for 2 layers; kept of what they were searched by: " in result.out
+    assert "channel orders for 2 layers: share of the score that is kept " in result.out
     assert "channel orders" not in halve("learn", *net, "--data", "photos", *FAST, "--no-permute").out
     told = halve("learn", *net, "--data", "photos", *FAST, "--permute", "--permute-seconds", "9", "--json").json
     assert told["permute"]["layers"] == 2
@@ -60,7 +69,7 @@ def test_a_network_that_keeps_its_order_is_learned_with_a_note(halve, net, monke
 
     monkeypatch.setattr(initialization, "permute", refuse)
     result = halve("learn", *net, "--data", "photos", *FAST)
-    assert "note: channels stay in their order: it has no structure" in result.err
+    assert "note: no channel orders: it has no structure" in result.err
     assert "50.0 % kept" in result.out
     told = halve("learn", *net, "--data", "photos", *FAST, "--json").json
     assert told["not_permuted"] == "it has no structure"
@@ -101,13 +110,16 @@ def test_a_budget_for_accuracy_is_kept_and_told(halve, net):
     ("options", "says"),
     [
         (("--steps", "2", "--minutes", "1"), "give one budget"),
-        (("--steps", "0"), "steps must be positive"),
+        (("--steps", "0"), "steps must be a positive integer, got 0"),
         (("--objective", "please"), "--objective please"),
         (("--start", "nothing"), "unknown start 'nothing'"),
         (("--max-drop", "0.1"), "--drop-data"),
         (("--resume",), "no such file"),
         (("--preset", "papers"), "unknown preset"),
         (("--features", "nothing.*"), "matches no module"),
+        (("--noise", "1,2,3"), "noise must be a non-negative number or a pair"),
+        (("--betas", "0.9;0.99"), "not a number"),
+        (("--match", "both"), "match must be one of auto, outputs+features"),
     ],
 )
 def test_bad_options_are_errors_that_say_what_to_do(halve, net, options, says):
@@ -118,7 +130,9 @@ def test_bad_options_are_errors_that_say_what_to_do(halve, net, options, says):
 
 def test_ctrl_c_keeps_what_was_learned_and_resume_goes_on(halve, net, folder):
     command = [sys.executable, "-m", "halve", "learn", *net, "--data", "photos", "--batch", "8", "--steps", "100000"]
-    process = subprocess.Popen([*command, "--log", "run.jsonl"], cwd=folder, stderr=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [*command, "--log", "run.jsonl"], cwd=folder, env=environment(), stderr=subprocess.PIPE, text=True
+    )
     deadline = time.monotonic() + 60
     while not (folder / "run.jsonl").exists() or not (folder / "run.jsonl").read_text():
         assert time.monotonic() < deadline
@@ -126,8 +140,54 @@ def test_ctrl_c_keeps_what_was_learned_and_resume_goes_on(halve, net, folder):
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
-    assert "--resume goes on from net.learning.safetensors" in err
+    assert "--resume continues from net.learning.safetensors" in err
     masks = library.load(folder / "net.masks.safetensors")
     assert masks.recipe["ended"] == "interrupted"
     assert masks.recipe["steps_done"] > 0
     assert (folder / "net.learning.safetensors").exists()
+
+
+OPTIONS = {option.name: option for option in typer.main.get_group(app.app).commands["learn"].params}
+DEFAULTS = {field.name: field.default for field in dataclasses.fields(Settings)} | {
+    name: parameter.default
+    for name, parameter in inspect.signature(library.learn).parameters.items()
+    if parameter.kind is parameter.KEYWORD_ONLY
+}
+
+
+def test_every_option_of_the_library_is_on_the_command_line_or_listed_as_python_only():
+    in_python = DEFAULTS.keys() | SelectOptions.__annotations__.keys()
+    assert PYTHON_ONLY.keys() <= in_python
+    assert PYTHON_ONLY.keys() & OPTIONS.keys() == set()
+    assert in_python - PYTHON_ONLY.keys() <= OPTIONS.keys()
+    assert all(PYTHON_ONLY.values())
+
+
+def test_the_docstring_of_learn_documents_every_option_with_its_default():
+    documented_ = documented(library.learn)
+    assert documented_.keys() == {"model", "data", *DEFAULTS, *SelectOptions.__annotations__}
+    for name, default in DEFAULTS.items():
+        if default not in (None, ()):
+            shown = f'"{default}"' if isinstance(default, str) else str(default)
+            assert f"Default: {shown}." in documented_[name], name
+
+
+def test_the_help_of_every_option_shows_its_default():
+    for name, default in DEFAULTS.items():
+        if name not in PYTHON_ONLY and default not in (None, (), False):
+            option = OPTIONS[name]
+            text = ",".join(map(str, default)) if isinstance(default, tuple) else str(default)
+            assert f"Default: {text}." in option.help or (option.show_default and str(option.default) == text), name
+
+
+def test_settings_reach_the_library_as_they_are_given(halve, net):
+    given = ("--noise", "0.5,0.1", "--temperature", "2", "--betas", "0.8,0.9", "--no-augment", "--no-hard", "--final")
+    given += ("sample", "--schedule", "constant", "--weight-decay", "0.01", "--accumulate", "2", "--kinds", "conv")
+    given += ("--features", "body", "--features", "point", "--match", "outputs+features", "--pattern", "1:4")
+    halve("learn", *net, "--data", "photos", *FAST, *given)
+    recipe = library.load("net.masks.safetensors").recipe
+    expected = {"noise": [0.5, 0.1], "temperature": 2.0, "betas": [0.8, 0.9], "augment": False, "hard": False}
+    expected |= {"final": "sample", "schedule": "constant", "weight_decay": 0.01, "accumulate": 2}
+    expected |= {"features": ["body", "point"], "match": "outputs+features", "lr": 0.07, "seed": 0}
+    assert {name: recipe[name] for name in expected} == expected
+    assert recipe["selection"] == {"pattern": {"*": "1:4"}, "kinds": ["conv"]}

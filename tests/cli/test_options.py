@@ -96,5 +96,5 @@ def test_the_model_is_moved_to_its_device(folder):
 
 
 def test_lists_of_numbers_are_read_and_anything_else_is_named(folder):
-    with pytest.raises(HalveError, match=r"'0\.5;0\.5' is no list of numbers"):
+    with pytest.raises(HalveError, match=r"'0\.5;0\.5' is not a list of numbers"):
         o.open_model(f"{folder}/zoo.py:net", None, mean="0.5;0.5")

@@ -1,8 +1,8 @@
 import pytest
 
 from halve.cli import progress
-from halve.learn.loop import Report
 from halve.learn.probe import Estimate
+from halve.learn.reporting import Report
 
 
 def test_progress_goes_to_standard_error_and_the_items_come_through(capsys):
@@ -39,7 +39,7 @@ def test_a_log_gets_the_estimate_and_a_line_now_and_then(capsys):
     shown = capsys.readouterr()
     assert shown.out == ""
     lines = shown.err.splitlines()
-    assert lines[0] == "40 steps, about 20 s, 0.50 s each, 2.00 GB of memory"
+    assert lines[0] == "40 steps, about 20 s (0.50 s per step), 2.00 GB of memory"
     assert lines[1] == "step 1 of 40: loss 0.5000, 1 min 15 s left, changed 12.5%, 1234 images/s, entropy 0.25"
     assert [line.split(":")[0] for line in lines[1:]] == ["step 1 of 40", "step 21 of 40", "step 40 of 40"]
 
@@ -47,4 +47,4 @@ def test_a_log_gets_the_estimate_and_a_line_now_and_then(capsys):
 def test_a_budget_in_minutes_has_no_number_of_steps(capsys):
     with progress.Learning() as bar:
         bar(Estimate(0.5, 60.0, 1000, None))
-    assert capsys.readouterr().err.startswith("about 1 min 0 s, 0.50 s each")
+    assert capsys.readouterr().err.startswith("about 1 min 0 s (0.50 s per step)")

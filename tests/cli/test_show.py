@@ -49,6 +49,13 @@ def test_json_is_printed_whole_and_nothing_that_is_no_json(capsys):
         show.as_json({"a": float("nan")})
 
 
+def test_messages_of_the_library_name_the_options_of_the_command_line():
+    assert show.as_options("run_state= or resume=True; match='outputs+features', lr=0.1") == (
+        "--run-state or --resume; --match outputs+features, --lr 0.1"
+    )
+    assert show.as_options("pass example= or forward=") == "pass example= or forward="
+
+
 @pytest.mark.parametrize(
     ("share", "digits", "text"), [(None, 2, "-"), (0.5, 1, "50.0 %"), (1.0, 2, "100.00 %"), (0, 2, "0.00 %")]
 )

@@ -5,10 +5,10 @@ import torch
 from torch import nn
 
 import halve
-from halve.errors import DataError, LearningError, ModelError
-from halve.learn.accuracy_budget import keep_dense
+from halve.errors import DataError, LearningError, ModelError, OptionError
+from halve.learn.accuracy_budget import enforce_accuracy_budget
 from tests.random_masks import random
-from tests.tiny import convnet, images, labels
+from tests.tiny import convnet, images, labels, learn
 from tests.untouched import untouched
 
 
@@ -32,7 +32,7 @@ def test_the_budget_is_met_on_the_data(max_drop):
     model, x = network(), random(300, 16)
     masks = halve.prune(model)
     with untouched(model):
-        kept = keep_dense(model, masks, [x[:100], x[100:]], max_drop)
+        kept = enforce_accuracy_budget(model, masks, [x[:100], x[100:]], max_drop)
     assert 0 < len(kept) <= len(masks)
     assert drop_of(model, kept, x) == pytest.approx(kept.recipe["drop"])
     assert kept.recipe["drop"] <= max_drop
@@ -43,7 +43,7 @@ def test_the_budget_is_met_on_the_data(max_drop):
 def test_the_costliest_layers_are_left_dense_and_the_recipe_says_so():
     model, x = network(), random(300, 16)
     masks = halve.prune(model)
-    kept = keep_dense(model, masks, x, 0.05)
+    kept = enforce_accuracy_budget(model, masks, x, 0.05)
     dense = kept.recipe["left_dense"]
     assert dense.keys() | kept.keys() == masks.keys()
     assert not dense.keys() & kept.keys()
@@ -61,52 +61,52 @@ def test_the_costliest_layers_are_left_dense_and_the_recipe_says_so():
 def test_a_budget_that_is_met_by_all_masks_leaves_them_all():
     model = network()
     masks = halve.prune(model)
-    kept = keep_dense(model, masks, random(50, 16), 1.0)
+    kept = enforce_accuracy_budget(model, masks, random(50, 16), 1.0)
     assert kept == masks
     assert kept.recipe["left_dense"] == {}
 
 
 def test_when_no_layer_can_be_masked_the_error_says_by_how_much_they_drop():
     model = network()
-    with pytest.raises(ModelError, match=r"no layer can be masked within max_drop=0.0: .* drop by 0\.\d+"):
-        keep_dense(model, halve.prune(model, "random", pattern="1:4"), random(300, 16), 0.0)
+    with pytest.raises(ModelError, match=r"no layer can be masked within max_drop=0.0: .* drop is 0\.\d+"):
+        enforce_accuracy_budget(model, halve.prune(model, "random", pattern="1:4"), random(300, 16), 0.0)
 
 
 def test_top1_counts_right_answers_and_needs_labels():
     model, x = network(), random(200, 16)
     truth = model(x).argmax(1)
     masks = halve.prune(model)
-    by_labels = keep_dense(model, masks, [(x, truth)], 0.05, "top1")
-    by_agreement = keep_dense(model, masks, x, 0.05)
+    by_labels = enforce_accuracy_budget(model, masks, [(x, truth)], 0.05, "top1")
+    by_agreement = enforce_accuracy_budget(model, masks, x, 0.05)
     assert by_labels == by_agreement
     assert by_labels.recipe["drop"] == by_agreement.recipe["drop"]
     assert by_labels.recipe["drop_metric"] == "top1"
     with pytest.raises(DataError, match=r"'top1' needs labels in drop_data"):
-        keep_dense(model, masks, x, 0.3, "top1")
+        enforce_accuracy_budget(model, masks, x, 0.3, "top1")
 
 
 @pytest.mark.parametrize("bad", [{"max_drop": 2}, {"max_drop": -0.1}, {"max_drop": 0.1, "metric": "top5"}])
 def test_bad_budgets_are_refused(bad):
     model = network()
-    with pytest.raises(ModelError, match=r"max_drop|metric"):
-        keep_dense(model, halve.prune(model), random(5, 16), **bad)
+    with pytest.raises(OptionError, match=r"max_drop must be between 0 and 1|drop_metric must be one of"):
+        enforce_accuracy_budget(model, halve.prune(model), random(5, 16), **bad)
 
 
 def test_outputs_that_are_no_class_scores_are_refused():
     model = nn.Sequential(nn.Conv2d(4, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1)).eval()
-    with pytest.raises(ModelError, match=r"one row of class scores per image"):
-        keep_dense(model, halve.prune(model), images(2), 0.1)
+    with pytest.raises(ModelError, match=r"outputs of shape \(images, classes\), got \(2, 4, 8, 8\)"):
+        enforce_accuracy_budget(model, halve.prune(model), images(2), 0.1)
 
 
 def test_statistics_stay_with_the_masks():
     model = convnet()
     masks = halve.prune(model, recalibrate=True, data=images())
-    assert keep_dense(model, masks, images(), 1.0).statistics.keys() == masks.statistics.keys()
+    assert enforce_accuracy_budget(model, masks, images(), 1.0).statistics.keys() == masks.statistics.keys()
 
 
 def test_learn_keeps_within_the_budget():
     model, x = network(), random(200, 16)
-    masks = halve.learn(model, x, steps=5, max_drop=0.4, drop_data=[x])
+    masks = learn(model, x, steps=5, max_drop=0.4, drop_data=[x])
     assert masks.recipe["method"] == "learn"
     assert masks.recipe["drop"] <= 0.4
     assert drop_of(model, masks, x) <= 0.4
@@ -115,17 +115,17 @@ def test_learn_keeps_within_the_budget():
 
 def test_learn_takes_the_budget_and_its_data_together_or_not_at_all():
     for half in ({"max_drop": 0.1}, {"drop_data": images()}):
-        with pytest.raises(DataError, match="go together"):
-            halve.learn(convnet(), images(), steps=1, **half)
+        with pytest.raises(OptionError, match="must be given together"):
+            learn(convnet(), images(), steps=1, **half)
     with pytest.raises(LearningError, match="top1") as raised:
-        halve.learn(convnet(), images(), steps=1, max_drop=0.1, drop_data=images(), drop_metric="top1")
+        learn(convnet(), images(), steps=1, max_drop=0.1, drop_data=images(), drop_metric="top1")
     assert halve.verify(convnet(), raised.value.masks).ok
-    halve.learn(convnet(), images(), steps=1, max_drop=1.0, drop_data=[(images(), labels())], drop_metric="top1")
+    learn(convnet(), images(), steps=1, max_drop=1.0, drop_data=[(images(), labels())], drop_metric="top1")
 
 
 @pytest.mark.parametrize("bad", [{"max_drop": 2.0}, {"max_drop": 0.1, "drop_metric": "top5"}])
 def test_a_bad_budget_is_refused_before_anything_is_learned(bad):
     seen = []
-    with pytest.raises(ModelError):
-        halve.learn(convnet(), images(), steps=2, drop_data=images(), report=seen.append, **bad)
+    with pytest.raises(OptionError):
+        learn(convnet(), images(), steps=2, drop_data=images(), report=seen.append, **bad)
     assert seen == []

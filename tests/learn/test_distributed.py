@@ -1,21 +1,18 @@
 import json
-import os
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from torch import nn
 
 import halve
-from halve.learn.distributed import Ranks
+from halve.learn.distributed import Processes
 from halve.learn.run_state import FORMAT
 from halve.masks import storage
-from tests.tiny import convnet
-
-ROOT = Path(__file__).parents[2]
+from tests.processes import ROOT, environment
+from tests.tiny import convnet, loader
 
 SCRIPT = """
 import json, os, sys, torch, halve
@@ -27,10 +24,10 @@ seen = []
 model = convnet()
 before = {key: value.clone() for key, value in model.state_dict().items()}
 masks = halve.learn(model, loader(), steps=12, accumulate=2, lr=0.5, log=folder / "log.jsonl",
-                    checkpoint=folder / "run", checkpoint_every=0, report=seen.append)
+                    run_state=folder / "run", save_every=0, report=seen.append)
 same = all(torch.equal(before[key], value) for key, value in model.state_dict().items())
-halve.learn(model, loader(), steps=12, accumulate=2, lr=0.5, checkpoint=folder / "run", resume=True)
-timed = halve.learn(model, loader(), minutes=0.01)
+halve.learn(model, loader(), steps=12, accumulate=2, lr=0.5, run_state=folder / "run", resume=True)
+timed = halve.learn(model, loader(), minutes=0.005, permute=False)
 masks.save(folder / f"steps{rank}.masks.safetensors")
 timed.save(folder / f"timed{rank}.masks.safetensors")
 facts = {"reports": len(seen), "steps": timed.recipe["steps_done"], "same": same}
@@ -49,10 +46,9 @@ def folder(tmp_path_factory):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port", str(port)]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     result = subprocess.run(
         [*command, str(folder / "script.py"), str(folder)],
-        env=environment,
+        env=environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""),
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -70,8 +66,6 @@ def test_two_processes_learn_the_same_masks_to_the_bit(folder):
 
 
 def test_two_processes_learn_from_more_than_one_alone_would_see(folder):
-    from tests.tiny import loader
-
     alone = halve.learn(convnet(), loader(), steps=12, accumulate=2, lr=0.5)
     assert halve.load(folder / "steps0.masks.safetensors").difference(alone) > 0
 
@@ -82,7 +76,7 @@ def test_the_first_process_alone_reports_and_writes(folder):
     lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [10, 12]
     _, header, tensors = storage.read(folder / "run", [FORMAT])
-    assert (header["step"], header["batches"], header["identity"]["ranks"]) == (12, 24, 2)
+    assert (header["step"], header["batches"], header["identity"]["processes"]) == (12, 24, 2)
     assert tensors["logits"].isfinite().all()
     written = {path.name for path in folder.iterdir()} - {"script.py"}
     assert len(written) == 8, written
@@ -96,23 +90,18 @@ def test_a_budget_by_the_clock_stops_both_after_the_same_step(folder):
 
 
 def test_one_process_is_alone_and_needs_no_accelerate():
-    ranks = Ranks(torch.device("cpu"))
+    processes = Processes(torch.device("cpu"))
     layer = nn.Linear(2, 2)
-    assert (ranks.rank, ranks.count, ranks.first) == (0, 1, True)
-    assert ranks.wrap(layer) is layer
-    assert ranks.agree(0.25) == 0.25
-    ranks.start_trackers({"lr": 1})
-    ranks.track({"loss": 1.0}, 1)
-    ranks.stop_trackers()
+    assert (processes.rank, processes.count, processes.is_main) == (0, 1, True)
+    assert processes.wrap(layer) is layer
+    assert processes.broadcast(0.25) == 0.25
+    processes.start_trackers({"lr": 1})
+    processes.track({"loss": 1.0}, 1)
+    processes.stop_trackers()
 
 
-def test_learning_alone_does_not_import_accelerate():
-    code = (
-        "import sys, torch, halve\n"
-        "from tests.tiny import convnet, loader\n"
-        "halve.learn(convnet(), loader(), steps=1)\n"
-        "assert 'accelerate' not in sys.modules\n"
-    )
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    result = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
+def test_learning_alone_does_not_import_accelerate(monkeypatch):
+    monkeypatch.setitem(sys.modules, "accelerate", None)  # importing it raises
+    assert halve.learn(convnet(), loader(), steps=1).recipe["steps_done"] == 1
+    with pytest.raises(ImportError):
+        halve.learn(convnet(), loader(), steps=1, trackers=["tensorboard"])

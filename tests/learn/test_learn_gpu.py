@@ -4,23 +4,14 @@ from torch import nn
 
 import halve
 from halve.errors import LearningError, LearningWarning, ModelError
-from halve.learn.loop import Report
 from halve.sources.digits import digits, train_digits
-from tests.tiny import convnet, images, labels, loader
+from tests.tiny import convnet, images, interrupting, labels, loader
 from tests.untouched import untouched
 
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
 ]
-
-
-def interrupting(step):
-    def report(what):
-        if isinstance(what, Report) and what.step == step:
-            raise KeyboardInterrupt
-
-    return report
 
 
 @pytest.mark.parametrize("precision", ["auto", "float32"])
@@ -73,8 +64,8 @@ def test_an_interrupted_run_goes_on(tmp_path):
     path = tmp_path / "run"
     expected = halve.learn(convnet().cuda(), loader(), steps=30, precision="float32")
     with pytest.warns(LearningWarning, match="interrupted after 20 steps"):
-        halve.learn(convnet().cuda(), loader(), steps=30, precision="float32", checkpoint=path, report=interrupting(20))
-    masks = halve.learn(convnet().cuda(), loader(), steps=30, precision="float32", checkpoint=path, resume=True)
+        halve.learn(convnet().cuda(), loader(), steps=30, precision="float32", run_state=path, report=interrupting(20))
+    masks = halve.learn(convnet().cuda(), loader(), steps=30, precision="float32", run_state=path, resume=True)
     assert masks.recipe["steps_done"] == 30
     assert masks.difference(expected) < 0.05
 
@@ -82,8 +73,8 @@ def test_an_interrupted_run_goes_on(tmp_path):
 def test_a_run_that_began_on_a_gpu_goes_on_on_a_cpu(tmp_path):
     path = tmp_path / "run"
     with pytest.warns(LearningWarning, match="interrupted"):
-        halve.learn(convnet().cuda(), loader(), steps=20, checkpoint=path, report=interrupting(10))
-    assert halve.learn(convnet(), loader(), steps=20, checkpoint=path, resume=True).recipe["steps_done"] == 20
+        halve.learn(convnet().cuda(), loader(), steps=20, run_state=path, report=interrupting(10))
+    assert halve.learn(convnet(), loader(), steps=20, run_state=path, resume=True).recipe["steps_done"] == 20
 
 
 class Wide(nn.Module):
@@ -117,12 +108,12 @@ def test_a_batch_that_does_not_fit_is_an_error_with_the_largest_half_that_does(s
     def learned(size):
         return halve.learn(model, [(x[:size], y[:size])], steps=2, objective=objective)
 
-    with untouched(model), pytest.raises(ModelError, match=r"a batch of 512 does not fit .*, one of \d+ does") as error:
+    with untouched(model), pytest.raises(ModelError, match=r"a batch of 512 images .*use batches of \d+") as error:
         learned(512)
-    fits = int(str(error.value).split("one of ")[1].split()[0])
+    fits = int(str(error.value).split("use batches of ")[1].split()[0])
     del error
     assert halve.verify(model, learned(fits)).ok
-    with pytest.raises(ModelError, match=f"a batch of {2 * fits} does not fit"):
+    with pytest.raises(ModelError, match=f"a batch of {2 * fits} images does not fit"):
         learned(2 * fits)
 
 

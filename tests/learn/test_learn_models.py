@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrizations
 
 import halve
-from tests.tiny import convnet, loader
+from tests.tiny import convnet, learn, loader
 from tests.untouched import untouched
 
 
@@ -16,7 +16,7 @@ from tests.untouched import untouched
 def test_models_of_other_precisions_learn(dtype):
     model = convnet().to(dtype)
     with untouched(model):
-        masks = halve.learn(model, loader(), steps=3)
+        masks = learn(model, loader(), steps=3)
     assert halve.verify(model, masks).ok
     assert halve.apply(model, masks)[0].weight.dtype == dtype
 
@@ -43,7 +43,7 @@ def test_a_forward_of_ones_own_runs_submodules_with_masked_weights():
         return m.head(hidden)
 
     seen = []
-    masks = halve.learn(model, data, steps=30, forward=forward, start="glorot", report=seen.append)
+    masks = learn(model, data, steps=30, forward=forward, start="glorot", report=seen.append)
     assert changed[:2] == [False, True]
     assert changed.count(True) == changed.count(False) == 31
     assert seen[-1].changed > 0
@@ -56,7 +56,7 @@ def test_dicts_of_outputs_are_understood():
         return m(**batch)
 
     x = torch.randn(6, 8, generator=torch.Generator().manual_seed(1))
-    masks = halve.learn(TwoHeads().eval(), [{"a": x, "b": x}], steps=2, forward=forward, match="outputs")
+    masks = learn(TwoHeads().eval(), [{"a": x, "b": x}], steps=2, forward=forward, match="outputs")
     assert masks.recipe["steps_done"] == 2
 
 
@@ -66,7 +66,7 @@ def test_layers_with_a_computed_weight_learn(norm):
     norm(model[3])
     model.eval()
     with untouched(model):
-        masks = halve.learn(model, loader(), steps=12, start="random", lr=0.5)
+        masks = learn(model, loader(), steps=12, start="random", lr=0.5)
     assert "3" in masks
     assert masks["3"].difference(halve.prune(model, "random")["3"]) > 0
     assert halve.verify(model, masks).ok
@@ -77,7 +77,7 @@ def test_tied_weights_learn_one_mask_for_all_their_uses():
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
     model[2].weight = model[0].weight
     with untouched(model):
-        masks = halve.learn(model, torch.randn(20, 8), steps=3)
+        masks = learn(model, torch.randn(20, 8), steps=3)
     assert list(masks) == ["0"]
     assert masks["0"].shared_with == ("2",)
     assert halve.verify(model, masks).ok
@@ -94,7 +94,7 @@ def test_tied_weights_learn_one_mask_for_all_their_uses():
 )
 def test_convolutions_of_every_kind_learn(layers, shape):
     model = nn.Sequential(*layers, nn.Flatten(2), nn.ReLU()).eval()
-    masks = halve.learn(model, [torch.randn(shape)], steps=2, also=[str(len(layers) - 1)])
+    masks = learn(model, [torch.randn(shape)], steps=2, also=[str(len(layers) - 1)])
     assert list(masks) == ["0", str(len(layers) - 1)]
     assert halve.verify(model, masks).ok
 
@@ -103,10 +103,10 @@ def test_padded_layers_stay_legal_under_strong_weight_decay():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3), nn.Flatten(), nn.Linear(64, 3)).eval()
     data = [torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(0))]
     options = {"remainder": "pad", "schedule": "constant", "lr": 1.0, "weight_decay": 0.2, "final": "sample"}
-    masks = halve.learn(model, data, steps=60, **options)
+    masks = learn(model, data, steps=60, **options)
     assert masks["0"].kept().sum(1).eq(2).all()
 
 
 def test_a_copy_of_the_model_learns_the_same():
     model = convnet()
-    assert halve.learn(model, loader(), steps=3) == halve.learn(copy.deepcopy(model), loader(), steps=3)
+    assert learn(model, loader(), steps=3) == learn(copy.deepcopy(model), loader(), steps=3)

@@ -4,20 +4,20 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from halve.learn.frozen import frozen
-from halve.learn.learner import Call, Learner
-from halve.learn.objective import distill_all, distill_probabilities
+from halve.learn.learner import Learner, Runner
+from halve.learn.objective import distill_auto, distill_probabilities
 from halve.learn.sampling import Sampler
-from halve.learn.schedule import Pace
+from halve.learn.schedule import StepValues
 from halve.modules import weight_of
 from halve.select.select import select
 from tests.random_masks import random
 from tests.tiny import convnet, images
 from tests.untouched import untouched
 
-STEADY = Pace(temperature=1.0, noise=1.0, guidance=1.0, lr=0.0)
+STEADY = StepValues(temperature=1.0, noise=1.0, guidance=1.0, lr=0.0)
 
 
-def a_learner(model, objective=distill_all, blocks=None, alpha=8.0, **options):
+def a_learner(model, objective=distill_auto, blocks=None, alpha=8.0, **options):
     choices = select(model).masked
     weights = {c.name: weight_of(model.get_submodule(c.name)) for c in choices}
     sampler = Sampler(choices, weights, {name: w.abs() for name, w in weights.items()}, alpha)
@@ -33,7 +33,7 @@ def test_the_logits_are_the_learners_only_parameter_and_the_model_is_not_in_its_
 def test_the_loss_is_that_of_the_model_with_the_sampled_weights():
     model = convnet()
     learner = a_learner(model, distill_probabilities, [], seed=3, rank=2)
-    loss = learner(images(), 5, Pace(0.5, 0.7, 1.0, lr=0.0), 1)
+    loss = learner(images(), 5, StepValues(0.5, 0.7, 1.0, lr=0.0), 1)
     sampled = learner.sampler.sample(temperature=0.5, seed=3, step=5, rank=1002, noise=0.7)
     masked = torch.func.functional_call(model, {f"{name}.weight": w for name, w in sampled.items()}, (images(),))
     ours, theirs = masked.log_softmax(1), model(images()).log_softmax(1)
@@ -78,7 +78,7 @@ def test_autocast_runs_the_model_in_bf16_and_gives_a_near_loss_in_fp32():
 
     def look(views):
         seen.append(views.output.dtype)
-        return distill_all(views)
+        return distill_auto(views)
 
     plain, cast = (a_learner(convnet(), look, autocast=d)(images(), 0, STEADY) for d in (None, torch.bfloat16))
     assert seen == [torch.float32, torch.bfloat16]
@@ -95,19 +95,19 @@ def test_the_first_layer_with_a_bad_output_is_blamed():
     assert a_learner(convnet()).blame(images(), 0, STEADY) is None
 
 
-def test_a_call_reaches_submodules_that_the_users_forward_runs_itself():
+def test_a_runner_reaches_submodules_that_the_users_forward_runs_itself():
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
-    call = Call(model, lambda m, batch: m[2](m[0](batch["a"])))
+    runner = Runner(model, lambda m, batch: m[2](m[0](batch["a"])))
     x = random(3, 8)
-    output = call.with_weights({"0": torch.zeros(8, 8)}, {"a": x})
+    output = runner.with_weights({"0": torch.zeros(8, 8)}, {"a": x})
     assert torch.allclose(output, model[2](model[0].bias.expand(3, 8)))
-    assert torch.equal(call({"a": x}), model[2](model[0](x)))
+    assert torch.equal(runner({"a": x}), model[2](model[0](x)))
 
 
 def test_a_model_that_is_itself_a_layer_can_be_called():
     model = nn.Linear(8, 4)
     assert torch.allclose(
-        Call(model, None).with_weights({"": torch.zeros(4, 8)}, random(3, 8)), model.bias.expand(3, 4)
+        Runner(model, None).with_weights({"": torch.zeros(4, 8)}, random(3, 8)), model.bias.expand(3, 4)
     )
 
 
@@ -115,7 +115,7 @@ def test_tied_weights_are_replaced_together():
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     model[1].weight = model[0].weight
     eye = torch.eye(8)
-    assert torch.equal(Call(model, None).with_weights({"0": 2 * eye}, eye), 4 * eye)
+    assert torch.equal(Runner(model, None).with_weights({"0": 2 * eye}, eye), 4 * eye)
 
 
 def test_activations_that_are_computed_anew_are_those_of_the_sampled_weights():

@@ -6,28 +6,27 @@ import torch
 import torchvision
 from torch import nn
 
-import halve
-from halve.errors import DataError, HalveError, ModelError
+from halve.errors import DataError, HalveError, OptionError
 from halve.learn.objective import (
     DEPTH,
     FEATURE_WEIGHT,
     OUTPUT_WEIGHT,
     Views,
     _RelativeError,
-    distill_all,
-    distill_both,
+    distill_auto,
     distill_features,
     distill_outputs,
+    distill_outputs_and_features,
     distill_probabilities,
     find_blocks,
     named_blocks,
-    objective_named,
+    resolve_objective,
     task,
     watching,
 )
 from halve.modules import kind_of
 from tests.random_masks import random
-from tests.tiny import convnet, images, labels
+from tests.tiny import convnet, images, labels, learn
 
 
 def views(output, dense_output=None, features=(), dense_features=(), batch=None, guidance=1.0):
@@ -90,9 +89,9 @@ def test_features_are_compared_by_their_relative_squared_error():
     assert float(found) == pytest.approx(FEATURE_WEIGHT * (1 / 25 + last * 4 / 2) / (1 + last))
 
 
-def test_both_is_the_sum():
+def test_outputs_and_features_are_added():
     v = views(random(3, 5), random(3, 5, seed=1), [random(4)], [random(4, seed=1)], guidance=0.0)
-    assert float(distill_both(v)) == pytest.approx(float(distill_outputs(v) + distill_features(v)))
+    assert float(distill_outputs_and_features(v)) == pytest.approx(float(distill_outputs(v) + distill_features(v)))
 
 
 @pytest.mark.parametrize("guidance", [1.0, 0.25, 0.0])
@@ -100,14 +99,14 @@ def test_both_is_the_sum():
 def test_outputs_and_features_give_way_to_probabilities_as_far_as_all_classes_are_shown(classes, shown, guidance):
     theirs = random(3, 3) + 9 * torch.eye(3)[list(classes)]
     v = views(random(3, 3, seed=2), theirs, [random(4)], [random(4, seed=1)], guidance=guidance)
-    expected = (1 - shown * (1 - guidance)) * distill_both(v) + shown * distill_probabilities(v)
-    assert float(distill_all(v)) == pytest.approx(float(expected))
+    expected = (1 - shown * (1 - guidance)) * distill_outputs_and_features(v) + shown * distill_probabilities(v)
+    assert float(distill_auto(v)) == pytest.approx(float(expected))
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 4, 2, 2), (3, 6, 4)])
 def test_outputs_that_are_no_rows_of_class_scores_are_not_taken_for_probabilities(shape):
     v = views(random(*shape), random(*shape, seed=1), [random(4)], [random(4, seed=1)], guidance=0.0)
-    assert float(distill_all(v)) == float(distill_both(v))
+    assert float(distill_auto(v)) == float(distill_outputs_and_features(v))
 
 
 def test_the_gradient_of_the_relative_error_is_right():
@@ -153,10 +152,10 @@ def test_task_is_the_cross_entropy_with_the_labels():
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
-        (torch.zeros(4, 3), "needs labels, and the batches have none"),
+        (torch.zeros(4, 3), "needs labels, but the batches have none"),
         ((None, torch.tensor([0, 1, 2, 5])), "labels from 0 to 5, but the classifier has 5 outputs"),
         ((None, torch.tensor([-1, 1, 2, 4])), "labels from -1 to 4"),
-        ((None, torch.tensor([0, 1])), r"2 labels for outputs of shape \(4, 5\)"),
+        ((None, torch.tensor([0, 1])), r"got 2 for outputs of shape \(4, 5\)"),
         ((None, torch.rand(4)), "one integer per image"),
     ],
 )
@@ -218,7 +217,7 @@ def test_blocks_can_be_named_and_an_unknown_name_is_refused_with_the_known_ones(
     with torch.device("meta"):
         model = torchvision.models.resnet18()
     assert named_blocks(model, ["layer3.?", "fc"]) == ["layer3.0", "layer3.1", "fc"]
-    with pytest.raises(ModelError, match=r"features: 'layer9\.\*' matches no module; there are conv1, bn1"):
+    with pytest.raises(OptionError, match=r"features='layer9\.\*' matches no module; the modules are conv1, bn1"):
         named_blocks(model, ["layer1", "layer9.*"])
 
 
@@ -233,16 +232,17 @@ def test_watching_sees_outputs_in_the_order_in_which_they_run_and_leaves_no_hook
 
 
 def test_objectives_by_name():
-    assert objective_named("distill", "all") is distill_all
-    assert objective_named("distill", "both") is distill_both
-    assert objective_named("distill", "outputs") is distill_outputs
-    assert objective_named("distill", "features") is distill_features
-    assert objective_named("distill", "probabilities") is distill_probabilities
-    assert objective_named("task", "both") is task
-    assert objective_named(max, "both") is max
-    for name, match in (("distil", "both"), ("distill", "output"), ("", "both")):
-        with pytest.raises(ModelError, match=r"distill.*task"):
-            objective_named(name, match)
+    assert resolve_objective("distill", "auto") is distill_auto
+    assert resolve_objective("distill", "outputs+features") is distill_outputs_and_features
+    assert resolve_objective("distill", "outputs") is distill_outputs
+    assert resolve_objective("distill", "features") is distill_features
+    assert resolve_objective("distill", "probabilities") is distill_probabilities
+    assert resolve_objective("task", "outputs+features") is task
+    assert resolve_objective(max, "outputs+features") is max
+    with pytest.raises(OptionError, match=r"objective must be 'distill', 'task' or a function, got objective='distil'"):
+        resolve_objective("distil", "auto")
+    with pytest.raises(OptionError, match=r"match must be one of auto, outputs\+features, .*got match='output'"):
+        resolve_objective("distill", "output")
 
 
 def test_an_objective_of_ones_own_gets_views_of_both_networks():
@@ -253,7 +253,7 @@ def test_an_objective_of_ones_own_gets_views_of_both_networks():
         return (v.output - v.dense_output).square().mean()
 
     batch = (images(6), labels(6))
-    halve.learn(model, [batch], objective=mine, steps=2)
+    learn(model, [batch], objective=mine, steps=2)
     v = seen[-1]
     assert isinstance(v, Views)
     assert v.batch is batch
@@ -271,7 +271,7 @@ def test_named_features_are_what_an_objective_gets():
         seen.append(v)
         return v.features[0].square().mean()
 
-    masks = halve.learn(convnet(), [images(6)], objective=mine, features="4", steps=1)
+    masks = learn(convnet(), [images(6)], objective=mine, features="4", steps=1)
     assert [tuple(x.shape) for x in seen[-1].features] == [(6, 8, 8, 8)]
     assert masks.recipe["blocks"] == ["4"]
 
@@ -288,4 +288,4 @@ def test_features_that_never_run_are_a_clear_error():
             return x
 
     with pytest.raises(HalveError, match="layers"):
-        halve.learn(Net().eval(), [torch.randn(4, 8)], features="layers", steps=1)
+        learn(Net().eval(), [torch.randn(4, 8)], features="layers", steps=1)

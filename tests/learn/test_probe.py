@@ -2,11 +2,14 @@ import pytest
 import torch
 from torch import nn
 
-import halve
 from halve.errors import LearningError, ModelError
+from halve.learn import loop
 from halve.learn.probe import Estimate, peak_bytes
-from tests.tiny import convnet, images, labels, loader
-from tests.untouched import untouched
+from halve.learn.reporting import Report
+from halve.learn.run_state import FORMAT
+from halve.masks import storage
+from tests.tiny import convnet, images, labels, learn, loader
+from tests.untouched import same_bits, untouched
 
 
 class Narrow(nn.Module):
@@ -25,7 +28,7 @@ class Narrow(nn.Module):
 
 def test_the_estimate_comes_before_the_first_step_with_positive_numbers():
     seen = []
-    halve.learn(convnet(), loader(), steps=3, report=seen.append)
+    learn(convnet(), loader(), steps=3, report=seen.append)
     first = seen[0]
     assert isinstance(first, Estimate)
     assert not any(isinstance(report, Estimate) for report in seen[1:])
@@ -37,67 +40,80 @@ def test_the_estimate_comes_before_the_first_step_with_positive_numbers():
 
 def test_the_estimate_of_a_run_by_the_clock_is_the_clock():
     seen = []
-    halve.learn(convnet(), loader(), minutes=0.002, report=seen.append)
+    learn(convnet(), loader(), minutes=0.002, report=seen.append)
     assert seen[0].steps is None
     assert seen[0].seconds == pytest.approx(0.12)
 
 
 def test_an_estimate_counts_every_batch_of_a_step():
     seen = []
-    halve.learn(convnet(), loader(), epochs=2, accumulate=4, report=seen.append)
+    learn(convnet(), loader(), epochs=2, accumulate=4, report=seen.append)
     assert seen[0].steps == 2
 
 
-def test_the_trial_changes_nothing():
-    losses = []
-    for data in ([images(6)], [images(6)]):
-        losses.append([])
-        halve.learn(convnet(), data, steps=3, report=lambda r: losses[-1].append(getattr(r, "loss", None)))
-    assert losses[0] == losses[1]
+def test_the_dry_run_changes_nothing(tmp_path, monkeypatch):
+    def run(path):
+        losses = []
+        masks = learn(
+            convnet(),
+            loader(),
+            steps=3,
+            run_state=path,
+            save_every=0,
+            report=lambda r: losses.append(r.loss) if isinstance(r, Report) else None,
+        )
+        _, _, tensors = storage.read(path, [FORMAT])
+        return masks, losses, tensors
+
+    masks, losses, tensors = run(tmp_path / "probed")
+    monkeypatch.setattr(loop, "probe_step", lambda *_: (1.0, 1))
+    expected, expected_losses, expected_tensors = run(tmp_path / "plain")
+    assert masks == expected
+    assert losses == expected_losses
+    assert all(same_bits(tensors[name], expected_tensors[name]) for name in expected_tensors)
 
 
-@pytest.mark.parametrize(("size", "most", "fits", "accumulate"), [(12, 4, 3, 4), (9, 4, 4, 3), (24, 1, 1, 24)])
+@pytest.mark.parametrize(("size", "most", "fits", "accumulate"), [(9, 4, 4, 3), (6, 1, 1, 6)])
 def test_a_batch_that_does_not_fit_is_an_error_with_one_that_does(size, most, fits, accumulate):
     model = Narrow(most)
-    message = f"a batch of {size} does not fit .*, one of {fits} does: use it with accumulate={accumulate}"
+    message = f"a batch of {size} images does not fit .* {fits} do: use batches of {fits} with accumulate={accumulate}"
     with untouched(model), pytest.raises(ModelError, match=message):
-        halve.learn(model, [images(size)], steps=3)
+        learn(model, [images(size)], steps=3)
 
 
 def test_when_not_even_one_image_fits_the_error_says_so():
-    with pytest.raises(ModelError, match="not even one image fits"):
-        halve.learn(Narrow(0), [images(6)], steps=3)
+    with pytest.raises(ModelError, match="a single image does not fit"):
+        learn(Narrow(0), [images(6)], steps=3)
 
 
 @pytest.mark.parametrize(
     ("batch", "options"),
     [
-        ((images(12), labels(12)), {}),
         ((images(12), labels(12)), {"objective": "task"}),
         ({"image": images(12), "label": labels(12)}, {"objective": "task"}),
         ({"image": images(12)}, {"forward": lambda m, batch: m(batch["image"])}),
     ],
-    ids=["labels", "task", "task with dicts", "forward"],
+    ids=["tuple", "dict", "forward"],
 )
 def test_a_smaller_batch_is_found_for_every_kind_of_batch(batch, options):
-    with pytest.raises(ModelError, match=r"a batch of 12 does not fit .*, one of 3 does"):
-        halve.learn(Narrow(4), [batch], steps=3, **options)
+    with pytest.raises(ModelError, match=r"a batch of 12 images does not fit .* 6 do: "):
+        learn(Narrow(6), [batch], steps=3, **options)
 
 
 def test_a_smaller_batch_is_found_where_only_the_users_forward_knows_what_is_in_it():
     def forward(model, batch):
         return model(torch.stack(batch["pictures"]))
 
-    with pytest.raises(ModelError, match=r"a batch of 12 does not fit .*, one of 3 does"):
-        halve.learn(Narrow(4), [{"pictures": list(images(12))}], steps=3, forward=forward)
+    with pytest.raises(ModelError, match=r"a batch of 12 images does not fit .* 6 do: "):
+        learn(Narrow(6), [{"pictures": list(images(12))}], steps=3, forward=forward)
 
 
 def test_a_batch_that_cannot_be_cut_gets_advice_without_a_number():
     class Batch:
         pictures = images(12)
 
-    with pytest.raises(ModelError, match=r"does not fit .*smaller batches, and accumulate="):
-        halve.learn(Narrow(4), [Batch()], steps=3, forward=lambda model, batch: model(batch.pictures))
+    with pytest.raises(ModelError, match=r"does not fit .*smaller batches with accumulate="):
+        learn(Narrow(4), [Batch()], steps=3, forward=lambda model, batch: model(batch.pictures))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +127,7 @@ def test_a_batch_that_cannot_be_cut_gets_advice_without_a_number():
 )
 def test_an_objective_that_does_not_depend_on_the_masks_is_a_learning_error(options):
     with pytest.raises(LearningError, match="no gradient reaches the logits"):
-        halve.learn(convnet(), [images(4)], steps=2, **options)
+        learn(convnet(), [images(4)], steps=2, **options)
 
 
 def test_peak_memory_is_that_of_the_process_on_a_cpu():

@@ -4,15 +4,15 @@ import pytest
 import torch
 
 from halve.errors import FileError
-from halve.learn.distributed import Ranks
+from halve.learn.distributed import Processes
 from halve.learn.probe import Estimate
 from halve.learn.reporting import Report, Reporter
 
 REPORT = Report(10, 40, 0.5, 0.25, 0.125, 0.1, 1.0, 0.5, 0.5, 1234.0, 3.0, 9.0)
 
 
-def reporter(tell=None, log=None):
-    return Reporter(Ranks(torch.device("cpu")), tell, log)
+def reporter(report=None, log=None):
+    return Reporter(Processes(torch.device("cpu")), report, log)
 
 
 def test_events_go_to_the_function_and_kept_reports_to_the_log(tmp_path):
@@ -20,9 +20,9 @@ def test_events_go_to_the_function_and_kept_reports_to_the_log(tmp_path):
     ours = reporter(seen.append, log)
     estimate = Estimate(0.1, 4.0, 1000, 40)
     with ours.open({}, append=False):
-        ours.tell(estimate)
-        ours.tell(REPORT)
-        ours.tell(REPORT, keep=True)
+        ours.send(estimate)
+        ours.send(REPORT)
+        ours.send(REPORT, keep=True)
     assert seen == [estimate, REPORT, REPORT]
     (line,) = log.read_text().splitlines()
     assert json.loads(line)["loss"] == 0.5
@@ -32,7 +32,7 @@ def test_a_resumed_run_adds_to_its_log(tmp_path):
     for append in (False, True):
         ours = reporter(log=tmp_path / "run.jsonl")
         with ours.open({}, append=append):
-            ours.tell(REPORT, keep=True)
+            ours.send(REPORT, keep=True)
     assert len((tmp_path / "run.jsonl").read_text().splitlines()) == 2
 
 

@@ -1,11 +1,11 @@
 import pytest
 import torch
-from tests.find.test_learner import a_learner
 from torch import nn
 
 import halve
-from halve.learn.schedule import Pace
-from halve.learn.step_graph import Replay
+from halve.learn.schedule import StepValues
+from halve.learn.step_graph import StepGraph
+from tests.learn.test_learner import a_learner
 from tests.tiny import convnet, images, loader
 
 
@@ -15,8 +15,8 @@ def gpu(test):
 
 
 def test_without_a_gpu_nothing_is_recorded_and_learning_says_so():
-    assert Replay.recorded(a_learner(convnet()), images(6)) == "no GPU"
-    assert halve.learn(convnet(), loader(), steps=1).recipe["replayed"] is False
+    assert StepGraph.recorded(a_learner(convnet()), images(6)) == "no GPU"
+    assert halve.learn(convnet(), loader(), steps=1).recipe["step_graph"] is False
 
 
 def test_only_steps_that_do_the_same_every_time_are_repeatable():
@@ -25,40 +25,40 @@ def test_only_steps_that_do_the_same_every_time_are_repeatable():
     assert not a_learner(convnet(), objective=lambda views: views.output.sum()).repeatable
 
 
-def gradient_of(learner, batch, step, pace):
-    loss = learner(batch, step, pace)
+def gradient_of(learner, batch, step, values):
+    loss = learner(batch, step, values)
     (gradient,) = torch.autograd.grad(loss, learner.sampler.logits)
     return loss.detach(), gradient
 
 
 @gpu
 @pytest.mark.parametrize("augment", [False, True])
-def test_a_replayed_step_is_the_step(augment):
+def test_a_recorded_step_is_the_step(augment):
     learner = a_learner(convnet().cuda(), augment=augment)
     batches = [images(6, seed=seed).cuda() for seed in range(4)]
-    replay = Replay.recorded(learner, batches[0])
-    assert isinstance(replay, Replay), replay
+    graph = StepGraph.recorded(learner, batches[0])
+    assert isinstance(graph, StepGraph), graph
     for step, batch in enumerate(batches):
-        pace = Pace(temperature=1.0 + step, noise=1.0 / (1 + step), guidance=0.3 * step, lr=0.0)
-        loss, expected = gradient_of(learner, batch, step, pace)
-        got = replay.gradient_(batch, step, pace)
+        values = StepValues(temperature=1.0 + step, noise=1.0 / (1 + step), guidance=0.3 * step, lr=0.0)
+        loss, expected = gradient_of(learner, batch, step, values)
+        got = graph.gradient_(batch, step, values)
         torch.testing.assert_close(got, loss, rtol=1e-4, atol=1e-6)
         torch.testing.assert_close(learner.sampler.logits.grad, expected, rtol=1e-3, atol=1e-6)
 
 
 @gpu
-def test_learning_replays_and_batches_of_another_size_run_as_they_are():
+def test_learning_records_its_step_and_batches_of_another_size_run_eagerly():
     masks = halve.learn(convnet().cuda(), [images(8), images(8), images(3)], steps=20)
-    assert masks.recipe["replayed"] is True
+    assert masks.recipe["step_graph"] is True
     plain = halve.learn(convnet().cuda(), [images(8), images(8), images(3)], steps=20, forward=lambda m, x: m(x))
-    assert plain.recipe["replayed"] is False
+    assert plain.recipe["step_graph"] is False
 
 
 @gpu
-def test_steps_with_channel_orders_are_replayed_too():
+def test_steps_with_channel_orders_are_recorded_too():
     masks = halve.learn(convnet().cuda(), [images(8), images(8)], steps=8, permute=True)
     assert any(mask.layout.channel_order for mask in masks.values())
-    assert masks.recipe["replayed"] is True, masks.recipe
+    assert masks.recipe["step_graph"] is True, masks.recipe
 
 
 class Counting(nn.Module):
@@ -73,8 +73,8 @@ class Counting(nn.Module):
 
 
 @gpu
-def test_what_cannot_be_recorded_runs_as_it_is():
+def test_a_step_that_cannot_be_recorded_runs_eagerly():
     model = Counting().cuda().eval()
     masks = halve.learn(model, loader(), steps=20)
-    assert masks.recipe["replayed"] is False
+    assert masks.recipe["step_graph"] is False
     assert halve.verify(model, masks).ok

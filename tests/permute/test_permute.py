@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import halve
-from halve.errors import DataError, LearningWarning, MaskError, ModelError, OptionError
+from halve.errors import DataError, LearningWarning, MaskError, OptionError
 from halve.learn import initialization
 from halve.masks.layout import unpermuted
 from halve.masks.mask import MaskSet
@@ -183,16 +183,16 @@ def test_learning_goes_on_in_the_order_of_the_masks_to_start_from(small):
     assert masks.moves == start.moves
     assert [mask.layout for mask in masks.values()] == [mask.layout for mask in start.values()]
     assert masks.difference(start) < 0.2
-    with pytest.raises(ModelError, match="bring their own channel orders"):
+    with pytest.raises(OptionError, match="bring their own channel orders"):
         halve.learn(model, images, steps=1, start=start, permute=True)
 
 
 def test_a_run_in_another_order_is_not_resumed(tmp_path):
     model, images = tiny.convnet(), tiny.images()
     state = tmp_path / "x.learning.safetensors"
-    halve.learn(model, images, steps=2, checkpoint=state, checkpoint_every=0.0, permute=False)
+    halve.learn(model, images, steps=2, run_state=state, save_every=0.0, permute=False)
     with pytest.raises(halve.HalveError, match=r"another run: layers\.3"):
-        halve.learn(model, images, steps=2, checkpoint=state, resume=True, permute=True)
+        halve.learn(model, images, steps=2, run_state=state, resume=True, permute=True)
 
 
 def test_layers_left_dense_keep_the_moves(small):
@@ -301,8 +301,8 @@ def test_moves_without_the_order_are_refused(permuted):
 
 def test_a_run_that_is_resumed_goes_on_in_the_order_that_was_found(tmp_path, monkeypatch):
     model, images = tiny.convnet(), tiny.images()
-    options = {"checkpoint": tmp_path / "run", "checkpoint_every": 0.0, "permute": True}
-    whole = halve.learn(model, images, steps=6, **(options | {"checkpoint": tmp_path / "whole"}))
+    options = {"run_state": tmp_path / "run", "save_every": 0.0, "permute": True}
+    whole = halve.learn(model, images, steps=6, **(options | {"run_state": tmp_path / "whole"}))
 
     def interrupt(event):
         if getattr(event, "step", 0) == 3:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halve.agreement import Agreement, compare
 from halve.batches import Forward, Progress, iterate, labels_of, run
 from halve.errors import DataError, ModelError, OptionError
 from halve.masks.apply import OnChanged, apply
@@ -84,10 +85,9 @@ def evaluate(
 
 class _Count:
     def __init__(self) -> None:
-        self.images = self.labelled = self.compared = 0
-        self.hits = {"top1": 0, "top5": 0, "dense_top1": 0, "dense_top5": 0, "agreement": 0}
-        self.kl = 0.0
-        self.outputs = 0
+        self.images = self.labelled = self.outputs = 0
+        self.hits = {"top1": 0, "top5": 0, "dense_top1": 0, "dense_top5": 0}
+        self.agreement = Agreement()
 
     def add(self, output: Tensor, against: Tensor | None, target: Tensor | None) -> None:
         self.images += len(output)
@@ -98,10 +98,7 @@ class _Count:
             if against is not None:
                 self._hit("dense_", against, target)
         if against is not None:
-            self.compared += len(output)
-            self.hits["agreement"] += int((output.argmax(1) == against.argmax(1)).sum())
-            ours, theirs = output.double().log_softmax(1), against.double().log_softmax(1)
-            self.kl += float((theirs.exp() * (theirs - ours)).sum())
+            self.agreement += compare(output, against)
 
     def _hit(self, prefix: str, output: Tensor, target: Tensor) -> None:
         best = output.topk(min(_TOP, output.shape[1])).indices == target.to(output.device)[:, None]
@@ -111,14 +108,15 @@ class _Count:
     def result(self) -> Evaluation:
         if self.labelled not in (0, self.images):
             raise DataError(f"only {self.labelled} of {self.images} images have labels: label all of them or none")
+        compared = self.agreement.images > 0
         shares: dict[str, float] = {}
         for name, hits in self.hits.items():
-            total = self.compared if name == "agreement" else self.labelled
-            known = total and (self.compared or not name.startswith("dense_"))
+            known = self.labelled and (compared or not name.startswith("dense_"))
             if known and not (name.endswith("top5") and self.outputs < _TOP):
-                shares[name] = hits / total
-        kl = max(0.0, self.kl / self.compared) if self.compared else None
-        return Evaluation(self.images, self.outputs, kl=kl, **shares)
+                shares[name] = hits / self.labelled
+        if compared:
+            shares |= {"agreement": self.agreement.share, "kl": self.agreement.kl}
+        return Evaluation(self.images, self.outputs, **shares)
 
 
 def _finite(output: Tensor, index: int, which: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""The command line: `halve COMMAND --help` shows each command with an example."""
+"""The command line. `halve COMMAND --help` describes each command, with an example."""
 
 import io
 import sys
@@ -9,7 +9,7 @@ from halve.errors import HalveError
 
 
 def main() -> None:
-    """Entry point. Exit codes: 0 done, 1 a check failed, 2 bad input or usage, 130 interrupted."""
+    """Run the command line. Exit codes: 0 success, 1 a check failed, 2 bad input or usage, 130 interrupted."""
     from halve.cli.app import app
     from halve.cli.show import fail, note
 
@@ -17,7 +17,7 @@ def main() -> None:
         note(f"warning: {message}")
 
     warnings.showwarning = show
-    for stream in (sys.stdout, sys.stderr):  # a path may hold letters that the terminal does not have
+    for stream in (sys.stdout, sys.stderr):  # a path may hold characters that the terminal cannot encode
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
     try:

@@ -1,36 +1,38 @@
-"""The table of commands."""
+"""The commands of the command line. A new one is a function in a file of this folder, and a line in `COMMANDS`."""
 
 from typing import Annotated
 
 import typer
 
-from halve.cli import bench, check, compile, demo, find, learn, masks
+from halve.cli import bench, compile, demo, evaluate, learn, masks, prune, select, verify
 from halve.version import VERSION
 
-app = typer.Typer(
-    name="halve",
-    help="2:4 sparsity for trained convolutional networks: which half of the weights can go, stored beside the "
-    "untouched checkpoint. Start with 'halve demo'.",
-    no_args_is_help=True,
-    pretty_exceptions_show_locals=False,
-    rich_markup_mode=None,
-    epilog="Exit codes: 0 done, 1 a check failed, 2 bad input, 130 interrupted.",
-)
-
-for command in (
+COMMANDS = (
     demo.demo,
-    find.select,
-    find.prune,
+    select.select,
+    prune.prune,
     learn.learn,
     masks.apply,
-    check.verify,
-    check.evaluate,
+    verify.verify,
+    evaluate.evaluate,
     compile.compile,
     bench.bench,
     masks.inspect,
     masks.pack,
     masks.unpack,
-):
+)
+
+app = typer.Typer(
+    name="halve",
+    help="2:4 sparsity for trained convolutional networks: choose which half of the weights to keep, stored as masks "
+    "beside the unchanged checkpoint. Start with 'halve demo'.",
+    no_args_is_help=True,
+    pretty_exceptions_show_locals=False,
+    rich_markup_mode=None,
+    epilog="Exit codes: 0 success, 1 a check failed, 2 bad input, 130 interrupted.",
+)
+
+for command in COMMANDS:
     app.command()(command)
 
 

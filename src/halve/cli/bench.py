@@ -22,28 +22,27 @@ ON_GPU, ON_CPU = (1, 32, 256), (1, 8)  # batch sizes
 def bench(
     model: o.Model,
     weights: o.Weights = None,
-    masks: Annotated[
-        Path | None, typer.Option(help="Mask file that 'halve prune' wrote; by default made now, by magnitude.")
-    ] = None,
+    masks: Annotated[Path | None, typer.Option(help="Mask file; by default masks are made by magnitude.")] = None,
     batch: Annotated[
-        list[int] | None, typer.Option(help="Images per call; repeatable (default: 1, 32, 256; on a CPU 1, 8).")
+        list[int] | None,
+        typer.Option(help="Images per call (default: 1, 32 and 256 on a GPU, 1 and 8 on a CPU). Repeatable."),
     ] = None,
     size: o.Pixels = None,
-    dtype: o.Computed = None,
+    dtype: o.Dtype = None,
     systems: Annotated[
-        list[str] | None, typer.Option(help=f"Only these: {', '.join(SYSTEMS)}; repeatable, or with commas.")
+        list[str] | None, typer.Option(help=f"Only these: {', '.join(SYSTEMS)}. Repeatable, or separated by commas.")
     ] = None,
-    seconds: Annotated[float, typer.Option(min=0.001, help="Time for each system and batch size.")] = 0.5,
-    plan: Annotated[bool, typer.Option("--plan", help="Also show which layer runs how, and why.")] = False,
+    seconds: Annotated[float, typer.Option(min=0.001, help="Seconds per system and batch size.")] = 0.5,
+    plan: Annotated[bool, typer.Option("--plan", help="Also show which kernel each layer runs on, and why.")] = False,
     out: Annotated[Path | None, typer.Option(help="Also write the measurements to this file, as JSON.")] = None,
     device: o.Device = "auto",
     on_changed: o.OnChanged = "warn",
     json: o.Json = False,
 ) -> None:
-    """Measure how fast the masked network runs: compiled by halve, and in six other ways, in turns in one run.
+    """Measure how fast the masked network runs, compiled by halve and by other systems.
 
-    The speed-up is over best_dense, the fastest dense form of the same network that halve knows. Exit code 1 when
-    nothing could be measured.
+    Systems take turns. The speed-up is relative to best_dense, the fastest dense version of the same network. The exit
+    code is 1 if nothing could be measured.
 
     \b
     halve bench torchvision:resnet50 --batch 1 --batch 256 --plan
@@ -52,7 +51,7 @@ def bench(
     wanted = o.type_of(dtype)
     opened = o.open_model(model, weights, device, size)
     if masks is None:
-        show.note("note: no --masks: made by magnitude now; which weights are kept does not change how fast it runs")
+        show.note("note: no --masks given, using magnitude; the speed does not depend on which weights are kept")
     on_gpu = opened.device.type == "cuda"
     computed = wanted or (torch.float16 if on_gpu else torch.float32)
     found = halve.bench(
@@ -66,21 +65,21 @@ def bench(
         on_changed=on_changed,  # type: ignore[arg-type]
         progress=progress.track,
     )
-    told = {
+    results = {
         "measurements": records.records(found, model, computed, opened.device),
         "layers": records.layer_records(found, model, computed, opened.device),
     }
     if path is not None:
-        write_atomically(path, (json_.dumps(told, indent=1) + "\n").encode())
+        write_atomically(path, (json_.dumps(results, indent=1) + "\n").encode())
     if json:
-        show.as_json(told)
+        show.as_json(results)
     else:
-        _tell(found, f"{model}, {str(computed).removeprefix('torch.')}, {records.hardware(opened.device)}", plan)
+        _show(found, f"{model}, {str(computed).removeprefix('torch.')}, {records.hardware(opened.device)}", plan)
     if all(one.error for one in found):
         raise typer.Exit(1)
 
 
-def _tell(found: list[Measurement], title: str, plan: bool) -> None:
+def _show(found: list[Measurement], title: str, plan: bool) -> None:
     columns = ("batch", "system", "median ms", "p10-p90", "images/s", "speed-up", "memory", "mJ/image")
     dense = {one.batch: one.median_ms for one in found if one.system == "best_dense"}
     show.table(

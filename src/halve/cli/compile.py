@@ -19,18 +19,20 @@ def compile(
     out: Annotated[Path, typer.Option(help="File to write; halve.load_compiled reads it.")],
     weights: o.Weights = None,
     batch: Annotated[
-        list[int] | None, typer.Option(min=1, help="Images per call that are timed and recorded; repeatable.")
+        list[int] | None, typer.Option(min=1, help="Batch sizes that are timed and recorded (default: 1). Repeatable.")
     ] = None,
     size: o.Pixels = None,
-    dtype: o.Computed = None,
+    dtype: o.Dtype = None,
     device: o.Device = "auto",
+    any_size: Annotated[
+        bool, typer.Option("--any-size", help="Accept other image sizes than --size, if the model does.")
+    ] = False,
     on_changed: o.OnChanged = "warn",
     json: o.Json = False,
 ) -> None:
-    """Compile the masked network for inference, and write it to a file with its plan and packed weights.
+    """Compile the masked network for inference, and save it with its plan and packed weights.
 
-    Batch and image sizes stay free; --batch names those that are timed and recorded (default: 1). Inputs are of the
-    type that is computed in.
+    The compiled network takes any batch size. Inputs must have the dtype and image size that was compiled for.
 
     \b
     halve compile torchvision:resnet50 --masks masks.safetensors --batch 1 --batch 32 --out resnet50.pt2
@@ -42,7 +44,14 @@ def compile(
     example = opened.example().to(computed)
     sizes = tuple(dict.fromkeys(batch or [1]))
     images = torch.cat([example] * -(-sizes[0] // 2))[: sizes[0]]
-    fast = halve.compile(opened.model, halve.load(masks), images, batch_sizes=sizes[1:], on_changed=on_changed)  # type: ignore[arg-type]
+    fast = halve.compile(
+        opened.model,
+        halve.load(masks),
+        images,
+        batch_sizes=sizes[1:],
+        any_size=any_size,
+        on_changed=on_changed,  # type: ignore[arg-type]
+    )
     fast.save(path)
     if json:
         show.as_json({"file": str(path), "bytes": path.stat().st_size, "plan": fast.plan.as_json()})
@@ -50,13 +59,13 @@ def compile(
     for size_, entries in fast.plan.batches.items():
         show_plan(size_, entries)
     for name, reason in fast.plan.uncompiled.items():
-        show.note(f"note: {name}: as it was ({reason})")
+        show.note(f"note: {name}: {reason}")
     show.say(f"{path}: {show.size(path.stat().st_size)}; halve.load_compiled reads it")
 
 
 def show_plan(batch: int, entries: Sequence[Entry]) -> None:
-    """Show how each layer runs."""
-    sparse = sum(entry.kernel.startswith("sparse") for entry in entries)
+    """Print which kernel each layer runs on."""
+    sparse = sum(entry.sparse for entry in entries)
     heads = [f">{head}" if head.endswith("ms") else head for head in COLUMNS]
     show.say("")
     show.table(f"batch {batch}: {sparse} of {len(entries)} layers sparse", heads, [entry.cells() for entry in entries])

@@ -1,4 +1,4 @@
-"""halve demo: the whole way on built-in data."""
+"""halve demo: all steps on built-in data."""
 
 import time
 from dataclasses import asdict
@@ -11,7 +11,7 @@ import halve
 from halve.check.evaluate import Evaluation
 from halve.cli import options as o
 from halve.cli import progress, show
-from halve.cli.check import row_of
+from halve.cli.evaluate import row_of
 from halve.errors import FileError
 from halve.masks.mask import MaskSet
 from halve.sources.data import load_data
@@ -25,7 +25,7 @@ def demo(
     seed: o.Seed = 0,
     json: o.Json = False,
 ) -> None:
-    """Train a small ResNet on handwritten digits, learn which half of its weights to keep, compare and verify.
+    """Train a small ResNet on handwritten digits, learn which half of its weights to keep, and compare methods.
 
     \b
     halve demo --out demo-out
@@ -36,7 +36,7 @@ def demo(
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise FileError(f"cannot make the folder {out}: {error.strerror}") from error
+        raise FileError(f"cannot create the folder {out}: {error.strerror}") from error
     model = train_digits(seed=seed, progress=progress.track)
     test = load_data("digits:test", batch_size=250).loader
     calibration = load_data("digits:train", batch_size=128, shuffle=True, seed=seed).loader
@@ -45,11 +45,11 @@ def demo(
     with progress.Learning() as bar:
         learned = halve.learn(model, calibration, steps=STEPS, seed=seed, report=bar)
     methods: dict[str, MaskSet] = {
-        "any two of four (random)": halve.prune(model, "random", seed=seed),
-        "the two largest (magnitude)": magnitude,
-        "the same, BatchNorm recalibrated": halve.recalibrate(model, magnitude, calibration),
+        "random": halve.prune(model, "random", seed=seed),
+        "magnitude": magnitude,
+        "magnitude, recalibrated": halve.recalibrate(model, magnitude, calibration),
         "learned": learned,
-        "learned, BatchNorm recalibrated": halve.recalibrate(model, learned, calibration),
+        "learned, recalibrated": halve.recalibrate(model, learned, calibration),
     }
     results = {name: halve.evaluate(model, masks, test) for name, masks in methods.items()}
 
@@ -63,22 +63,22 @@ def demo(
         shown = {name: asdict(result) for name, result in results.items()}
         show.as_json({"results": shown, "verified": verified.ok, "files": files, "seconds": seconds})
     else:
-        _tell(results, learned, verified.ok, files, out, seconds)
+        _show(results, learned, verified.ok, files, out, seconds)
     if not verified.ok:
         raise typer.Exit(1)
 
 
-def _tell(
+def _show(
     results: dict[str, Evaluation], masks: MaskSet, ok: bool, files: dict[str, int], out: Path, seconds: float
 ) -> None:
     first = next(iter(results.values()))
     show.table(
         f"A ResNet on {first.images} handwritten digits; {masks.weights:,} weights masked 2:4, none changed",
-        ("kept weights", ">top-1", ">top-5", ">agreement", ">mean KL"),
-        [row_of("all (dense)", first, dense=True), *(row_of(name, result) for name, result in results.items())],
+        ("masks", ">top-1", ">top-5", ">agreement", ">mean KL"),
+        [row_of("none (dense)", first, dense=True), *(row_of(name, result) for name, result in results.items())],
     )
     show.say("")
     for name, count in files.items():
         show.say(f"{out / name}  {show.size(count)}")
-    show.say(f"verify: {'all masks legal, weights unchanged' if ok else 'FAILED'}; {seconds:.0f} s in all")
+    show.say(f"verify: {'all masks legal, weights unchanged' if ok else 'FAILED'}; {seconds:.0f} s in total")
     show.say(f"next: halve inspect {out / 'digits.masks.safetensors'}")

@@ -20,12 +20,12 @@ def apply(
     out: o.Out,
     weights: o.Weights = None,
     permute: Annotated[
-        bool, typer.Option(help="Move channels so that every block lies in one piece; for masks found with --permute.")
+        bool, typer.Option(help="Move channels so that every block is contiguous, for masks with channel orders.")
     ] = False,
     on_changed: o.OnChanged = "warn",
     json: o.Json = False,
 ) -> None:
-    """Write a checkpoint with the masks put on: same names and shapes, zeros where nothing is kept.
+    """Write a checkpoint with the masks applied: same names and shapes, zeros where weights are dropped.
 
     \b
     halve apply zoo.py:net --weights net.safetensors --masks net.masks.safetensors --out sparse.safetensors
@@ -47,7 +47,7 @@ def inspect(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="A mask file or a packed checkpoint.")],
     json: o.Json = False,
 ) -> None:
-    """Show what a mask file or a packed checkpoint holds.
+    """Describe a mask file or a packed checkpoint.
 
     \b
     halve inspect net.masks.safetensors
@@ -77,9 +77,9 @@ def inspect(
         f"{show.percent(masks.density, 1)} kept, {bits:.2f} bits per weight"
     )
     if masks.statistics:
-        show.say(f"carries recalibrated statistics of {len(masks.statistics) // 2} BatchNorm layers")
+        show.say(f"includes recalibrated statistics of {len(masks.statistics) // 2} BatchNorm layers")
     if masks.moves:
-        show.say(f"carries channel orders: --permute moves the channels of {len(masks.moves)} tensors")
+        show.say(f"includes channel orders: --permute moves the channels of {len(masks.moves)} tensors")
     for key, value in masks.recipe.items():
         show.say(f"  {key}: {value if isinstance(value, str) else json_.dumps(value)}")
 
@@ -93,7 +93,7 @@ def pack(
     on_changed: o.OnChanged = "warn",
     json: o.Json = False,
 ) -> None:
-    """Write a packed checkpoint: kept values and their indices only, about 56 % of the dense size in fp16.
+    """Write a packed checkpoint: only kept values and their indices, about 56 % of the dense size in fp16.
 
     \b
     halve pack zoo.py:net --weights net.safetensors --masks net.masks.safetensors --out net.packed.safetensors
@@ -118,7 +118,7 @@ def unpack(
     masks_out: Annotated[Path | None, typer.Option(help="Also write the masks to this file.")] = None,
     json: o.Json = False,
 ) -> None:
-    """Turn a packed checkpoint into an ordinary one, zeros and all, without loss.
+    """Convert a packed checkpoint into an ordinary one with zeros, without loss.
 
     \b
     halve unpack net.packed.safetensors --out sparse.safetensors

@@ -1,4 +1,4 @@
-"""What a person watches while something takes long; all of it on standard error."""
+"""Progress bars and status lines, on standard error."""
 
 from collections.abc import Iterable, Iterator, Sized
 from typing import Any
@@ -27,21 +27,21 @@ class _Rate(ProgressColumn):
 
 
 def track(items: Iterable[Any], what: str) -> Iterator[Any]:
-    """The items, with a progress bar on standard error; a terminal sees it live, a log sees its end."""
+    """Yield the items with a progress bar: live on a terminal, its final state in a log."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Rate(), TimeRemainingColumn())
     with Progress(*columns, console=show.ERR, transient=show.ERR.is_terminal) as progress:
         yield from progress.track(items, total=len(items) if isinstance(items, Sized) else None, description=what)
 
 
 class Learning:
-    """What a person sees of a learning run: an estimate, then a bar on a terminal or a line now and then in a log."""
+    """Shows a learning run: an estimate, then a bar on a terminal, or a line every 20 seconds in a log."""
 
     def __init__(self) -> None:
-        standing = _Standing(table_column=Column(no_wrap=True, overflow="ellipsis"))  # what matters most comes first
+        standing = _Standing(table_column=Column(no_wrap=True, overflow="ellipsis"))  # cut off at the end
         columns = (TextColumn("learning"), BarColumn(16), MofNCompleteColumn(), standing)
         self._bar = Progress(*columns, console=show.ERR, transient=True, disable=not show.ERR.is_terminal)
         self._task: TaskID | None = None
-        self._told = float("-inf")
+        self._shown = float("-inf")
 
     def __enter__(self) -> "Learning":
         self._bar.start()
@@ -52,15 +52,15 @@ class Learning:
 
     def __call__(self, event: Estimate | Report) -> None:
         if isinstance(event, Estimate):
-            whole = f"about {duration(event.seconds)}, "
             steps = "" if event.steps is None else f"{event.steps} steps, "
-            show.note(f"{steps}{whole}{event.seconds_per_step:.2f} s each, {show.size(event.peak_bytes)} of memory")
+            total = f"about {duration(event.seconds)} ({event.seconds_per_step:.2f} s per step)"
+            show.note(f"{steps}{total}, {show.size(event.peak_bytes)} of memory")
             return
         if self._task is None:
             self._task = self._bar.add_task("learning", total=event.steps, report=event)
         self._bar.update(self._task, completed=event.step, report=event)
-        if not show.ERR.is_terminal and (event.seconds - self._told >= 20 or event.step == event.steps):
-            self._told = event.seconds
+        if not show.ERR.is_terminal and (event.seconds - self._shown >= 20 or event.step == event.steps):
+            self._shown = event.seconds
             of = "" if event.steps is None else f" of {event.steps}"
             show.note(f"step {event.step}{of}: {standing(event)}")
 
@@ -71,7 +71,7 @@ class _Standing(ProgressColumn):
 
 
 def standing(report: Report) -> str:
-    """How learning stands, in one line."""
+    """Describe the state of a run in one line."""
     return (
         f"loss {report.loss:.4f}, {duration(report.seconds_left)} left, changed {report.changed:.1%}, "
         f"{report.images_per_s:.0f} images/s, entropy {report.entropy:.2f}"
@@ -79,7 +79,7 @@ def standing(report: Report) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time for a person.
+    """Format a duration.
 
     >>> duration(8), duration(75), duration(4000)
     ('8 s', '1 min 15 s', '1 h 6 min')

@@ -1,41 +1,40 @@
-"""What a person reads: tables and JSON on standard output, notes and errors on standard error."""
+"""Output for people and programs: tables and JSON on standard output, notes and errors on standard error."""
 
+import functools
 import json
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from halve.errors import listed
+from halve.masks.mask import MaskSet
 
-_OPTIONS = (
-    "accumulate|also|alpha|on_changed|checkpoint|classes|data|drop_data|drop_metric|dtype|epochs|exclude|features|include|"
-    "augment|lr|match|max_drop|minutes|noise|objective|order|pattern|permute|permute_seconds|precision|preset|remainder|"
-    "resume|seed|start|steps|temperature"
-)
 OUT, ERR = Console(), Console(stderr=True)
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
-    """Print a table; columns whose name starts with '>' are aligned to the right."""
+    """Print a table; columns whose name starts with '>' are right-aligned."""
     grid = Table(header_style="bold", box=None, pad_edge=False)
     for column in columns:
         right = column.startswith(">")
         grid.add_column(column.lstrip(">"), justify="right" if right else "left", overflow="fold")
     for row in rows:
         grid.add_row(*(Text(cell) for cell in row))
-    # A log or a pipe gets whole lines; only a terminal folds.
+    # fold lines on a terminal only, not in a log or a pipe
     out = OUT if OUT.is_terminal else Console(width=1000)
     out.print(Text(title, style="bold"), soft_wrap=True)
     out.print(grid)
 
 
 def as_options(text: str) -> str:
-    """A message of the library in the words of the command line.
+    """Return a message of the library in the words of the command line.
 
     >>> as_options("classifier head (also='fc' masks it); classes= maps labels, max_drop=0.01 or resume=True")
     'classifier head (--also fc masks it); --classes maps labels, --max-drop 0.01 or --resume'
@@ -46,37 +45,48 @@ def as_options(text: str) -> str:
         name = f"--{match['name'].replace('_', '-')}"
         return name if value in ("", "True") else f"{name} {value}"
 
-    return re.sub(rf"\b(?P<name>{_OPTIONS})=(?:'(?P<quoted>[^']*)'|(?P<bare>[\w.-]+))?", option, text)
+    return re.sub(rf"\b(?P<name>{'|'.join(_option_names())})=(?:'(?P<quoted>[^']*)'|(?P<bare>[\w.-]+))?", option, text)
+
+
+@functools.cache
+def _option_names() -> list[str]:
+    """The options of all commands, as Python spells them; longer names first."""
+    from halve.cli.app import app  # which imports the commands, which import this module
+
+    commands = typer.main.get_group(app).commands.values()
+    flags = {flag for command in commands for option in command.params for flag in option.opts}
+    names = {flag.removeprefix("--").replace("-", "_") for flag in flags if flag.startswith("--")}
+    return sorted(names, key=len, reverse=True)
 
 
 def say(text: str) -> None:
-    """A line for the person, on standard output."""
+    """Print a line on standard output."""
     OUT.print(Text(text), soft_wrap=True)
 
 
 def note(text: str) -> None:
-    """A remark beside the result, on standard error."""
+    """Print a note or a warning on standard error."""
     ERR.print(Text(as_options(text)), style="yellow", soft_wrap=True)
 
 
 def fail(text: str) -> None:
-    """Why it did not work, on standard error."""
+    """Print an error on standard error."""
     ERR.print(Text(f"error: {as_options(text)}"), style="red", soft_wrap=True)
 
 
 def as_json(value: Any) -> None:
-    """Machine-readable result on standard output."""
+    """Print a result as JSON on standard output."""
     json.dump(value, sys.stdout, indent=2, allow_nan=False)
     sys.stdout.write("\n")
 
 
 def percent(share: float | None, digits: int = 2) -> str:
-    """A share for a table: 71.20 %, or a dash."""
+    """Format a share: 71.20 %, or a dash if there is none."""
     return "-" if share is None else f"{100 * share:.{digits}f} %"
 
 
 def size(count: int) -> str:
-    """A file's size for a person.
+    """Format a number of bytes.
 
     >>> size(2_345_678)
     '2.35 MB'
@@ -87,23 +97,36 @@ def size(count: int) -> str:
     return f"{count} B"
 
 
+def described(masks: MaskSet, path: Path) -> dict[str, Any]:
+    """Describe a mask file that was written, for JSON."""
+    return {"file": str(path), "layers": len(masks), "weights": masks.weights, "density": masks.density}
+
+
+def saved(masks: MaskSet, path: Path) -> str:
+    """Describe a mask file that was written, in one line."""
+    return (
+        f"{path}: {len(masks)} layers, {masks.weights:,} weights, {percent(masks.density, 1)} kept, "
+        f"{size(path.stat().st_size)} on disk"
+    )
+
+
 def permuted(summary: Mapping[str, Any]) -> None:
-    """What reordering channels gained."""
+    """Print what a search for channel orders found."""
     kept = f"{percent(summary['kept_before'])} -> {percent(summary['kept_after'])}"
     layers = f"{summary['layers']} layer{'' if summary['layers'] == 1 else 's'}"
     if summary["layers"]:
-        say(f"channel orders for {layers}; kept of what they were searched by: {kept}, in {summary['seconds']} s")
+        say(f"channel orders for {layers}: share of the score that is kept {kept}, in {summary['seconds']} s")
     else:
-        say("channel orders: none that keeps more")
+        say("channel orders: none found that keeps more")
     if summary["not_whole"]:
-        note(f"note: the network could be captured in parts only: {summary['not_whole']}")
+        note(f"note: only parts of the network could be captured: {summary['not_whole']}")
     if summary["not_run"]:
         note(
-            f"note: {listed(summary['not_run'])} did not run and will not fit channels that apply --permute moves: "
-            f"for inference only"
+            f"note: {listed(summary['not_run'])} did not run, so its channels do not move with 'apply --permute': "
+            f"use the result for inference only"
         )
     if not summary["finished"]:
-        note("note: the search ran out of time; --permute-seconds gives it more")
+        note("note: the search ran out of time; raise --permute-seconds to search longer")
     if summary["fixed"]:
         name, why = next(iter(summary["fixed"].items()))
         count = len(summary["fixed"])

@@ -1,28 +1,28 @@
-"""Variety for distillation: the dense network says what is right for any image, so images may be changed freely.
+"""Augmentation for distillation: the dense network labels any image, so images may be changed freely.
 
-Flips and crops as networks of that image size are commonly trained with, and mixtures of two images.
+Flips and crops as in common training recipes for the image size, and mixtures of two images.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-_SMALL = 64  # below this many pixels images are shifted by whole pixels, from there on cut out and resized
-_SHIFT = 8  # by up to an eighth
-_LEAST = 0.6  # side of the smallest cut
-MIXED = 0.3  # share of images that another image is blended into
-PASTED = 0.3  # share of images that a piece of another image is pasted into
+_SMALL = 64  # images below this size are shifted by whole pixels, others are cropped and resized
+_SHIFT = 8  # shift by up to 1/8 of the size
+_LEAST = 0.6  # relative side of the smallest crop
+MIXED = 0.3  # share of images that are blended with another image
+PASTED = 0.3  # share of images with a patch of another image
 
 
 def augmented(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Images of the same shape; (n, channels, height, width).
+    """Return augmented images of the same shape, (n, channels, height, width).
 
     >>> images = torch.rand(4, 3, 32, 32)
     >>> augmented(images, torch.Generator().manual_seed(0)).shape
     torch.Size([4, 3, 32, 32])
     """
     small = min(images.shape[2:]) < _SMALL
-    images = _shifted(images, generator) if small else _cut_out(images, generator)
+    images = _shifted(images, generator) if small else _cropped(images, generator)
     return _pasted(_blended(images, generator), generator)
 
 
@@ -31,7 +31,7 @@ def _uniform(images: Tensor, generator: torch.Generator, *shape: int) -> Tensor:
 
 
 def _shifted(images: Tensor, generator: torch.Generator) -> Tensor:
-    """Flipped or not, and shifted by whole pixels; what comes in is zero."""
+    """Randomly flipped and shifted by whole pixels, zero-padded."""
     count, channels, height, width = images.shape
     index = []
     for size in (height, width):
@@ -46,8 +46,8 @@ def _shifted(images: Tensor, generator: torch.Generator) -> Tensor:
     return taken.gather(3, columns[:, None, None, :].expand(count, channels, height, width)) * inside
 
 
-def _cut_out(images: Tensor, generator: torch.Generator) -> Tensor:
-    """A random square part, flipped or not, at the size of the whole."""
+def _cropped(images: Tensor, generator: torch.Generator) -> Tensor:
+    """Random crops, randomly flipped and resized to the original size."""
     side = _LEAST + (1 - _LEAST) * _uniform(images, generator)
     mirror = torch.where(_uniform(images, generator) < 0.5, -side, side)
     across, down = ((2 * _uniform(images, generator) - 1) * (1 - side) for _ in range(2))
@@ -65,7 +65,7 @@ def _blended(images: Tensor, generator: torch.Generator) -> Tensor:
 
 
 def _pasted(images: Tensor, generator: torch.Generator) -> Tensor:
-    """A square of random size and place is taken from the next image."""
+    """Random square patches replaced by those of the next image."""
     chosen = _uniform(images, generator, 1, 1, 1) < PASTED
     half = 0.5 * _uniform(images, generator, 1, 1, 1).sqrt() * chosen
     inside = None

@@ -1,4 +1,4 @@
-"""One process or several: what ranks share, through Accelerate."""
+"""One process or several: what processes under torchrun share, through Accelerate."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -10,8 +10,8 @@ from torch import nn
 T = TypeVar("T")
 
 
-class Ranks:
-    """This process among those of a torchrun; alone without one. Accelerate is imported only where it is needed."""
+class Processes:
+    """This process among those of a torchrun, or a single one. Accelerate is imported only if needed."""
 
     def __init__(
         self, device: torch.device, trackers: Sequence[Any] = (), project: str | os.PathLike[str] | None = None
@@ -21,7 +21,7 @@ class Ranks:
         if int(os.environ.get("WORLD_SIZE", "1")) > 1 or trackers:
             from accelerate import Accelerator
 
-            # bf16 is cast by the learner itself, the same with and without Accelerate
+            # mixed_precision="no": the learner casts to bf16 itself, the same with and without Accelerate
             log_with = [trackers] if isinstance(trackers, str) else list(trackers) or None
             self._accelerator = Accelerator(
                 cpu=device.type == "cpu", mixed_precision="no", log_with=log_with, project_dir=project
@@ -30,16 +30,16 @@ class Ranks:
             self.device = self._accelerator.device if self.count > 1 else device
 
     @property
-    def first(self) -> bool:
-        """Whether this process writes files and speaks."""
+    def is_main(self) -> bool:
+        """Whether this process writes files and reports."""
         return self.rank == 0
 
     def wrap(self, learner: nn.Module) -> nn.Module:
-        """DDP where there are several."""
+        """The learner, wrapped in DDP if there are several processes."""
         return self._accelerator.prepare_model(learner) if self.count > 1 else learner
 
-    def agree(self, value: T) -> T:
-        """The first rank's value, on all of them."""
+    def broadcast(self, value: T) -> T:
+        """The main process's value, on all processes."""
         if self.count == 1:
             return value
         from accelerate.utils import broadcast_object_list
@@ -48,6 +48,7 @@ class Ranks:
         return shared[0]
 
     def start_trackers(self, config: Mapping[str, Any]) -> None:
+        """Start the trackers with the settings of the run."""
         if self._accelerator is not None and self._accelerator.log_with:
             plain = {
                 key: value if isinstance(value, int | float | str | bool) else str(value)
@@ -56,9 +57,11 @@ class Ranks:
             self._accelerator.init_trackers("halve", config=plain)
 
     def track(self, values: Mapping[str, float], step: int) -> None:
+        """Log values of a step to the trackers."""
         if self._accelerator is not None and self._accelerator.log_with:
             self._accelerator.log(dict(values), step=step)
 
     def stop_trackers(self) -> None:
+        """Finish the trackers."""
         if self._accelerator is not None and self._accelerator.log_with:
             self._accelerator.end_training()

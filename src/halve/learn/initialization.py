@@ -1,120 +1,207 @@
 """Where learning starts: scores of the weights, channel orders in which blocks keep more of them, the first logits."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from halve.batches import Forward, Progress
-from halve.errors import ModelError, OptionError, first_line, listed
+from halve.errors import MaskError, OptionError, first_line, listed
 from halve.learn.sampling import Sampler, glorot
 from halve.learn.settings import Settings
 from halve.masks.mask import MaskSet
+from halve.masks.moves import Moves
 from halve.permute.permute import Permutation, permute
 from halve.permute.policy import orders_of
-from halve.prune.score import LayerScores, Score, ScoreInputs
+from halve.prune.score import LayerScores, Score, ScoreFunction, ScoreInputs
 from halve.prune.scores import SCORES, score_of
-from halve.select.select import Choice
+from halve.select.select import Choice, SelectOptions, masked_weights, select
+
+Start = str | ScoreFunction | MaskSet
 
 
-class Start:
-    """What a run starts from, `settings.start`, for the layers that are masked."""
+@dataclass(frozen=True)
+class Inputs:
+    """What every step reads: the model, the data, and how to run one on the other."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        choices: Sequence[Choice],
-        weights: dict[str, Tensor],
-        settings: Settings,
-        data: Any,
-        forward: Forward | None = None,
-        progress: Progress | None = None,
-    ) -> None:
-        start = settings.start
-        known = callable(start) or isinstance(start, MaskSet) or start == "glorot" or start in SCORES
-        if not known:
-            raise OptionError(
-                f"unknown start {start!r}; there are {listed(SCORES)}, glorot, a MaskSet, or a score function"
-            )
-        self._score = None if isinstance(start, MaskSet) or start == "glorot" else score_of(start)
-        self.reads_data = self._score is not None and self._score.needs_data
-        self._start, self._seed, self._alpha = start, settings.seed, settings.alpha
-        self._model, self._choices, self._weights = model, choices, weights
-        self._data, self._forward, self._progress = data, forward, progress
-        self._found: LayerScores | None = None  # scores of the start itself, once they are known
+    model: nn.Module
+    data: Any
+    forward: Forward | None = None
+    progress: Progress | None = None
 
-    def own_orders(self) -> Permutation | None:
-        """The channel orders that masks to start from bring along."""
-        return orders_of(self._start, self._choices) if isinstance(self._start, MaskSet) else None
 
-    def orders(
-        self, example: Any, seconds: float, known: dict[str, Any] | None, asked: bool
-    ) -> tuple[Permutation | None, str]:
-        """Channel orders in which blocks keep more, and if there are none, why. `known` is what a checkpoint says.
+@dataclass(frozen=True)
+class Layers:
+    """The layers that are masked, with their dense weights."""
 
-        Where nobody asked for them, whatever goes wrong is a reason to do without.
-        """
-        assert not isinstance(self._start, MaskSet)
-        score = self._score or SCORES["magnitude"]  # glorot has no scores
-        by = score.search_score or score
-        found = self._scores(by, self._choices)  # also when resumed: a seeded loader counts how often it was asked
-        if by is self._score:
-            self._found = found
-        if known is not None and "left" in known:
-            return None, str(known["left"])
-        if known is not None:
-            return Permutation.restored(self._choices, known), ""
-        try:
-            permutation = permute(
-                *(self._model, self._choices, by.for_search(found), example),
-                seconds=seconds,
-                seed=self._seed,
-                forward=self._forward,
-                progress=self._progress,
-            )
-        except Exception as error:  # capturing runs the model's own code, also on noise, which may raise anything
-            if asked:
-                raise
-            return None, first_line(error)
-        return permutation, ""
+    choices: Sequence[Choice]
+    weights: Mapping[str, Tensor]
 
-    def sampler(self, choices: Sequence[Choice]) -> Sampler:
-        """The logits at the start, for the choices with their channel orders."""
-        start, weights = self._start, self._weights
-        if isinstance(start, MaskSet):
-            return Sampler(choices, weights, _scores_of(start, choices, weights), self._alpha / 4)
-        if self._score is None:
-            sampler = Sampler(choices, weights, {name: torch.zeros_like(w) for name, w in weights.items()}, 0.0)
-            generator = torch.Generator().manual_seed(self._seed)
-            with torch.no_grad():
-                for logits in sampler.split(sampler.logits):
-                    logits += glorot((logits.shape[0], logits.shape[1]), generator).to(logits)
-            return sampler
-        found, self._found = self._found, None  # as large as the weights: not for the whole run
-        found = self._scores(self._score, choices) if found is None else found
-        sharpness = self._alpha / 4 if self._score.whole_masks else self._alpha
-        here = {name: score.to(weights[name].device) for name, score in found.by_layer.items()}
-        return Sampler(choices, weights, here, sharpness)
 
-    def _scores(self, score: Score, choices: Sequence[Choice]) -> LayerScores:
-        model, weights, data = self._model, self._weights, self._data
-        return score.compute(
-            ScoreInputs(
-                *(model, choices, weights, data), seed=self._seed, forward=self._forward, progress=self._progress
-            )
+@dataclass(frozen=True)
+class Search:
+    """A search for channel orders.
+
+    If it is not `required`, whatever goes wrong is a reason to do without. `known` is what a resumed run found.
+    """
+
+    example: Any
+    seconds: float
+    required: bool = False
+    known: Mapping[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class ChannelOrders:
+    """Channel orders of the layers: those that were found, or the reason why there are none."""
+
+    permutation: Permutation | None = None
+    reason: str = ""
+
+    def choices(self, layers: Layers) -> Sequence[Choice]:
+        """The layers, with their channel orders."""
+        return self.permutation.choices if self.permutation else layers.choices
+
+    @property
+    def moves(self) -> Moves:
+        """How the model's channels move."""
+        return self.permutation.moves if self.permutation else {}
+
+    def recipe(self) -> dict[str, Any]:
+        """What masks remember of the orders."""
+        summary = self.permutation.summary if self.permutation else None
+        return {"permute": summary} | ({"not_permuted": self.reason} if self.reason else {})
+
+    def state(self) -> dict[str, Any] | None:
+        """The orders as plain JSON values, for the run state; None if no search was made."""
+        if self.permutation is not None:
+            return self.permutation.plain()
+        return {"reason": self.reason} if self.reason else None
+
+
+def select_layers(model: nn.Module, selection: SelectOptions) -> Layers:
+    """Select the layers to mask; raises `ModelError` if there are none or if a weight is not finite."""
+    chosen = select(model, **selection)
+    return Layers(chosen.masked, masked_weights(model, chosen))
+
+
+def check_start(start: Start) -> None:
+    """Raise `OptionError` for a start that does not exist."""
+    if not (callable(start) or isinstance(start, MaskSet) or start == "glorot" or start in SCORES):
+        names = listed([*SCORES, "glorot"])
+        raise OptionError(f"unknown start {start!r}; use {names}, a MaskSet or a score function")
+
+
+def reads_data(start: Start) -> bool:
+    """Whether the scores of the start are measured on data."""
+    score = _score_of(start)
+    return score is not None and score.needs_data
+
+
+def initial_scores(inputs: Inputs, layers: Layers, settings: Settings, search: Search | None) -> LayerScores | None:
+    """Score the weights: by the score of the start, or by the one that channel orders are searched by.
+
+    Masks and random logits need no scores.
+    """
+    score = _score_of(settings.start)
+    if isinstance(settings.start, MaskSet) or (score is None and search is None):
+        return None
+    by = score if score is not None and search is None else _searched_by(settings.start)
+    # Also in a resumed run that needs no scores: a seeded loader counts how often it was iterated over.
+    return _compute(by, inputs, layers.choices, layers.weights, settings.seed)
+
+
+def order_channels(
+    inputs: Inputs, layers: Layers, settings: Settings, search: Search | None, found: LayerScores | None
+) -> ChannelOrders:
+    """Find channel orders in which the blocks keep more of their scores; masks to start from bring their own."""
+    if isinstance(settings.start, MaskSet):
+        return ChannelOrders(orders_of(settings.start, layers.choices))
+    if search is None:
+        return ChannelOrders()
+    if search.known is not None:
+        if "reason" in search.known:
+            return ChannelOrders(reason=str(search.known["reason"]))
+        return ChannelOrders(Permutation.restored(layers.choices, search.known))
+    assert found is not None
+    try:
+        permutation = permute(
+            *(inputs.model, layers.choices, _searched_by(settings.start).for_search(found), search.example),
+            seconds=search.seconds,
+            seed=settings.seed,
+            forward=inputs.forward,
+            progress=inputs.progress,
         )
+    except Exception as error:  # capturing runs the model's own code, also on noise, which may raise anything
+        if search.required:
+            raise
+        return ChannelOrders(reason=first_line(error))
+    return ChannelOrders(permutation)
 
 
-def _scores_of(masks: MaskSet, choices: Sequence[Choice], weights: dict[str, Tensor]) -> dict[str, Tensor]:
-    """1 where the masks keep, 0 elsewhere: the logit of a code grows with what it shares with the mask."""
+def initial_sampler(
+    inputs: Inputs,
+    layers: Layers,
+    settings: Settings,
+    orders: ChannelOrders,
+    search: Search | None,
+    found: LayerScores | None,
+) -> Sampler:
+    """Return a sampler whose logits favour what the start keeps, in the given channel orders."""
+    start, weights, choices = settings.start, layers.weights, orders.choices(layers)
+    if isinstance(start, MaskSet):
+        return Sampler(choices, weights, _kept(start, choices, weights), settings.alpha / 4)
+    score = _score_of(start)
+    if score is None:
+        return _random_sampler(choices, weights, settings.seed)
+    if found is None or (search is not None and score.search_score is not None):  # orders were searched by another
+        found = _compute(score, inputs, choices, weights, settings.seed)
+    sharpness = settings.alpha / 4 if score.whole_masks else settings.alpha
+    here = {name: value.to(weights[name].device) for name, value in found.by_layer.items()}
+    return Sampler(choices, weights, here, sharpness)
+
+
+def _score_of(start: Start) -> Score | None:
+    """The score that a run starts from; None for masks and for random logits."""
+    return None if isinstance(start, MaskSet) or start == "glorot" else score_of(start)
+
+
+def _searched_by(start: Start) -> Score:
+    """The score that channel orders are searched by: one that scores each weight on its own."""
+    score = _score_of(start) or SCORES["magnitude"]
+    return score.search_score or score
+
+
+def _compute(
+    score: Score, inputs: Inputs, choices: Sequence[Choice], weights: Mapping[str, Tensor], seed: int
+) -> LayerScores:
+    return score.compute(
+        ScoreInputs(
+            *(inputs.model, choices, weights, inputs.data), seed=seed, forward=inputs.forward, progress=inputs.progress
+        )
+    )
+
+
+def _random_sampler(choices: Sequence[Choice], weights: Mapping[str, Tensor], seed: int) -> Sampler:
+    sampler = Sampler(choices, weights, {name: torch.zeros_like(w) for name, w in weights.items()}, 0.0)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for logits in sampler.split(sampler.logits):
+            logits += glorot((logits.shape[0], logits.shape[1]), generator).to(logits)
+    return sampler
+
+
+def _kept(masks: MaskSet, choices: Sequence[Choice], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """1 where the masks keep, 0 elsewhere: a code's logit grows with its overlap with the mask."""
     result = {}
     for choice in choices:
         mask = masks.get(choice.name)
         if mask is None or mask.layout != choice.layout or mask.pattern != choice.pattern:
-            raise ModelError(
+            raise MaskError(
                 f"start= has no {choice.pattern} mask that fits layer {choice.name}: "
-                f"learn the layers that it masks (include=), in the same order and with the same pattern"
+                f"select the layers that it masks (include=), with the same order= and pattern="
             )
         result[choice.name] = mask.kept().to(weights[choice.name])
     return result

@@ -1,4 +1,4 @@
-"""Ctrl-C between two steps, never within one: half a step must not be saved."""
+"""Ctrl-C takes effect between two steps, never within one: half a step must not be saved."""
 
 import signal
 import threading
@@ -9,16 +9,16 @@ from typing import Any
 
 @contextmanager
 def deferred_interrupt() -> Iterator[Callable[[], bool]]:
-    """While it lasts, Ctrl-C only sets a flag, which the given function reads; a second Ctrl-C interrupts at once.
+    """Defer Ctrl-C: the first one sets a flag, which the yielded function reads; the second interrupts at once.
 
-    >>> with deferred_interrupt() as pressed:
+    >>> with deferred_interrupt() as interrupted:
     ...     signal.raise_signal(signal.SIGINT)
-    ...     pressed()
+    ...     interrupted()
     True
     """
     pressed = False
     before = signal.getsignal(signal.SIGINT)
-    # Only the main thread may handle signals; a job in the background ignores them; None is a handler not of Python's.
+    # Only the main thread may set handlers, background jobs ignore SIGINT, and None is a handler set outside Python.
     if threading.current_thread() is not threading.main_thread() or before in (None, signal.SIG_IGN):
         yield lambda: False
         return

@@ -1,32 +1,45 @@
 """Learn masks by gradient descent on logits over the codes of every block; the weights are frozen."""
 
+import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Literal, Unpack
+from typing import Any, Literal, Unpack, get_args
 
 import torch
 from torch import nn
 
 from halve.batches import Forward, Progress, iterate
-from halve.errors import DataError, HalveError, LearningError, ModelError
-from halve.learn.accuracy_budget import Metric, check_budget, keep_dense
-from halve.learn.distributed import Ranks
+from halve.errors import HalveError, LearningError, OptionError, listed
+from halve.learn.accuracy_budget import Metric, check_accuracy_budget, enforce_accuracy_budget
+from halve.learn.distributed import Processes
 from halve.learn.frozen import channels_last_, device_of
 from halve.learn.frozen import frozen as frozen_copy
-from halve.learn.initialization import Start
+from halve.learn.initialization import (
+    ChannelOrders,
+    Inputs,
+    Layers,
+    Search,
+    check_start,
+    initial_sampler,
+    initial_scores,
+    order_channels,
+    reads_data,
+    select_layers,
+)
 from halve.learn.learner import Learner
 from halve.learn.loop import Loop
-from halve.learn.objective import find_blocks, named_blocks, objective_named
+from halve.learn.objective import find_blocks, named_blocks, resolve_objective
 from halve.learn.probe import Estimate
 from halve.learn.reporting import Report, Reporter
-from halve.learn.run_state import Checkpoint
+from halve.learn.run_state import RunFile, check_new, saved_permutation
+from halve.learn.sampling import Sampler
 from halve.learn.settings import LearnOptions, Settings, preset_options, split_options
-from halve.learn.stream import Feed
+from halve.learn.stream import BatchStream
 from halve.masks.fingerprint import digest
 from halve.masks.mask import MaskSet
 from halve.masks.recipe import origin_of, with_fingerprint
 from halve.permute.policy import search_by_default, search_seconds
-from halve.select.select import Choice, masked_weights, plain_options, select
+from halve.select.select import Choice, plain_options
 
 Precision = Literal["auto", "float32", "bfloat16"]
 
@@ -38,50 +51,84 @@ def learn(
     data: Any,
     *,
     preset: str | None = None,
-    forward: Forward | None = None,
-    precision: Precision = "auto",
-    checkpoint: str | Path | None = None,
-    checkpoint_every: float = 60.0,
-    resume: bool = False,
-    log: str | Path | None = None,
-    trackers: Sequence[Any] = (),
-    report: Callable[[Estimate | Report], None] | None = None,
-    progress: Progress | None = None,
     permute: bool | None = None,
     permute_seconds: float | None = None,
     example: Any = None,
     max_drop: float | None = None,
     drop_data: Any = None,
     drop_metric: Metric = "agreement",
+    run_state: str | Path | None = None,
+    save_every: float = 60.0,
+    resume: bool = False,
+    log: str | Path | None = None,
+    trackers: Sequence[Any] = (),
+    report: Callable[[Estimate | Report], None] | None = None,
+    progress: Progress | None = None,
+    forward: Forward | None = None,
+    precision: Precision = "auto",
     **options: Unpack[LearnOptions],
 ) -> MaskSet:
-    """Learn which N of every M weights to keep, so that the masked network does what the dense one does.
+    """Learn which N of every M weights to keep, so that the masked network matches the dense one.
 
-    `data` gives batches of images, labels are not needed. The model stays as it is. Options, all with defaults:
+    The model and its weights are not changed. Ctrl-C ends the run and returns the masks learned so far. Under torchrun
+    all processes learn together and return the same masks.
 
-    - budget: `minutes` (2), `steps`, or `epochs`; `accumulate` batches per step.
-    - `objective`: "distill" matches the dense network's outputs and the features of its blocks, and more and more its
-      class probabilities, as far as batches show all classes (`match`: "all"; "both" for outputs and features, as
-      networks want that give no class scores; "outputs", "features" or "probabilities" alone; `features` names blocks
-      by glob); "task" is cross-entropy; or a function of `Views`. `augment` (True) varies the images that are distilled
-      on: flips, crops, mixtures.
-    - `start`: "magnitude" or another score, with sharpness `alpha` (8); a MaskSet to go on from; "glorot" for random.
-    - `noise`: scale of the Gumbel noise, from 1 at the start to 0 at four fifths of the run, where sampling has become
-      the final choice; `temperature` (1.0, or a pair), `hard` samples, `final` "argmax" or "sample", `seed`.
-    - `lr` (0.07), `betas`, `weight_decay`, `schedule` ("cosine", "constant"), for AdamW.
-    - `permute`: first look for channel orders in which blocks keep more; see `prune`. By default wherever the model's
-      structure can be captured (the recipe says why not), except with a preset, `order="flat"` or "glorot". Masks to
-      start from bring their own. The search comes on top of the budget and takes at most `permute_seconds`: 120 if
-      asked for; by default a quarter of `minutes` up to that, or 30 where steps or epochs are counted.
-    - `preset="paper"`: the paper's recipe.
-    - the options of `select`: pattern, include, exclude, also, order, remainder, kinds.
-    - `max_drop` with `drop_data`: leave the costliest layers dense until agreement (`drop_metric`, or "top1") falls by
-      no more than that.
+    Args:
+        model: The trained network.
+        data: Batches of images, such as a DataLoader; labels are not needed. One tensor is split into batches of 64.
+        minutes: Budget in minutes. Default: 2.0, unless `steps` or `epochs` is given.
+        steps: Budget in optimizer steps.
+        epochs: Budget in passes over the data.
+        accumulate: Batches per step. Default: 1.
+        objective: "distill" (no labels needed) or "task" (cross-entropy with the labels); in Python also a function of
+            `halve.Views` that returns the loss. Default: "distill".
+        match: What "distill" matches: "auto" (outputs and features, later class probabilities as far as the batches
+            show all classes), "outputs+features" (for outputs that are not class scores), "outputs", "features" or
+            "probabilities". Default: "auto".
+        features: Modules whose outputs are matched, as glob patterns; by default the repeated blocks of the network.
+        augment: Flip, crop and mix the images for "distill". Default: True.
+        start: Initial masks: "magnitude", "wanda", "reconstruct" or "random" (see `halve.prune`), "glorot" for random
+            logits, or existing masks to continue from. Default: "magnitude".
+        alpha: Sharpness of the initial logits. Default: 8.0.
+        noise: Scale of the Gumbel noise, one number or start and end; the end is reached at 80 % of the run.
+            Default: (1.0, 0.0).
+        temperature: Temperature of the Gumbel-Softmax, one number or start and end. Default: 1.0.
+        hard: Sample hard masks with straight-through gradients instead of soft ones. Default: True.
+        final: Final masks: "argmax" (most likely codes) or "sample" (one last sample). Default: "argmax".
+        lr: Learning rate of AdamW. Default: 0.07.
+        betas: Averaging coefficients of AdamW. Default: (0.9, 0.99).
+        weight_decay: Weight decay of AdamW. Default: 0.0.
+        schedule: Learning rate schedule: "cosine", "constant" or "paper" (divided by 10 every third epoch).
+            Default: "cosine".
+        seed: Seed of all random numbers. Default: 0.
+        preset: "paper" for the paper's recipe, which needs labels; other options override it.
+        permute: Search for channel orders in which blocks keep more before learning; see `halve.prune`. By default
+            wherever the model can be captured, except with a preset, flat blocks or random logits; the recipe says why
+            not. Existing masks bring their own orders.
+        permute_seconds: Time limit of that search, on top of the budget. Default: 120.0 with `permute`; otherwise a
+            quarter of `minutes`, or 30 seconds if steps or epochs are counted.
+        example: A batch to capture the model on; by default the first batch of the data.
+        max_drop: Accuracy budget: leave the costliest layers dense until `drop_metric` drops by at most this share.
+        drop_data: Images on which the drop is measured; required with `max_drop`.
+        drop_metric: "agreement" with the dense network, or "top1" accuracy (needs labels). Default: "agreement".
+        run_state: File that the state of the run is saved to, for `resume`.
+        save_every: Seconds between saves. Default: 60.0.
+        resume: Continue the run in `run_state`; on a CPU bit-identical to an uninterrupted run if the data comes in the
+            same order. Default: False.
+        log: JSONL file for loss, entropy, changed blocks and images per second.
+        trackers: Trackers of Accelerate, such as "tensorboard" or "wandb".
+        report: Function that receives an `Estimate` first and a `Report` after each step.
+        progress: Wraps loops that take long, such as `tqdm.tqdm`.
+        forward: Function of (model, batch) that runs the model on an unusual batch.
+        precision: "auto" (bfloat16 on a GPU), "float32" or "bfloat16". Default: "auto".
+        pattern, include, exclude, also, order, remainder, kinds: Options of `halve.select`.
 
-    `checkpoint` names a file that is written every `checkpoint_every` seconds; `resume=True` goes on from it, to the
-    same bits on a CPU when the data comes in the same order. `log` is a JSONL file, `trackers` are Accelerate's;
-    `report` gets an `Estimate` first, a `Report` after each step; `progress` shows what else takes long. Under torchrun
-    all ranks learn alike.
+    Returns:
+        The masks, with a recipe that says how they were made.
+
+    Raises:
+        LearningError: The loss became NaN or infinite, or `max_drop` could not be met; its `masks` are those learned so
+            far.
 
     >>> import halve
     >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
@@ -89,100 +136,168 @@ def learn(
     >>> masks
     MaskSet(1 layer, 128 weights, 50.0 % kept)
     """
-    where, how = split_options({**preset_options(preset), **options})
-    settings = Settings.of(how)
-    if (max_drop is None) != (drop_data is None):
-        raise DataError("max_drop= and drop_data= go together: the drop is measured on data of its own")
-    if max_drop is not None:
-        check_budget(max_drop, drop_metric)
-    if permute and isinstance(settings.start, MaskSet):
-        raise ModelError("permute=True and start=masks: masks to start from bring their own channel orders")
+    selection, given = split_options({**preset_options(preset), **options})
+    settings = Settings.of(given)
+    _check_options(settings, permute, max_drop, drop_data, drop_metric, precision, run_state, resume)
     seconds = search_seconds(permute_seconds, bool(permute), settings.budget_minutes)
-    if checkpoint is not None and not resume:
-        Checkpoint.refuse_to_overwrite(checkpoint)
-    chosen = select(model, **where)
-    weights = masked_weights(model, chosen)
-    start = Start(model, chosen.masked, weights, settings, data, forward, progress)
-    ranks = Ranks(device_of(model), trackers, None if log is None else Path(log).parent)
-    frozen = frozen_copy(model, chosen.masked).to(ranks.device)
-    if ranks.device.type == "cuda":
-        channels_last_(frozen)
-    autocast, objective = _autocast(precision, ranks.device), objective_named(settings.objective, settings.match)
+
+    # select
+    layers = select_layers(model, selection)
+    inputs = Inputs(model, data, forward, progress)
+    processes = Processes(device_of(model), trackers, None if log is None else Path(log).parent)
+    frozen = _frozen(model, layers, processes.device)
+    blocks = _blocks(frozen, layers, settings)
+    stream = BatchStream(data, processes.rank, processes.count)
+
+    # initialize and permute
+    known = saved_permutation(run_state) if resume and run_state is not None else None
+    search = None
+    if _wants_search(permute, known, resume, settings, preset, layers):
+        example = _example(inputs, settings, stream) if example is None else example
+        search = Search(example, seconds, bool(permute), known)
+    scores = initial_scores(inputs, layers, settings, search)
+    orders = processes.broadcast(order_channels(inputs, layers, settings, search, scores))
+    sampler = initial_sampler(inputs, layers, settings, orders, search, scores).to(processes.device)
+    del scores  # as large as the weights
+
+    # learn
+    learner = _learner(frozen, sampler, blocks, settings, forward, processes, precision)
+    file = None
+    if run_state is not None:
+        identity = _identity(settings, layers, orders, processes)
+        file = RunFile(Path(run_state), save_every, identity, orders.state())
+    outcome = Loop(learner, stream, settings, processes, Reporter(processes, report, log), file).run(resume)
+
+    # finish
+    recipe = {"method": "learn", **settings.described(), "preset": preset, "blocks": blocks}
+    recipe |= {"selection": plain_options(selection), **orders.recipe(), **outcome.recipe()}
+    masks = _masks(sampler, layers, orders, settings, recipe | origin_of(model))
+    if outcome.error is not None:
+        raise LearningError(outcome.error, masks)
+    return masks if max_drop is None else _within_budget(inputs, masks, max_drop, drop_data, drop_metric)
+
+
+def _check_options(
+    settings: Settings,
+    permute: bool | None,
+    max_drop: float | None,
+    drop_data: Any,
+    drop_metric: Metric,
+    precision: Precision,
+    run_state: str | Path | None,
+    resume: bool,
+) -> None:
+    """Raise for values and combinations that are not allowed, before any work is done."""
+    resolve_objective(settings.objective, settings.match)
+    check_start(settings.start)
+    if (max_drop is None) != (drop_data is None):
+        raise OptionError("max_drop= and drop_data= must be given together: the drop is measured on separate images")
+    if max_drop is not None:
+        check_accuracy_budget(max_drop, drop_metric)
+    if permute and isinstance(settings.start, MaskSet):
+        raise OptionError("permute=True cannot be combined with start=masks: masks bring their own channel orders")
+    if precision not in get_args(Precision):
+        raise OptionError(f"precision must be one of {listed(get_args(Precision))}, got {precision!r}")
+    if resume and run_state is None:
+        raise OptionError("resume=True needs run_state=, the file to resume from")
+    if run_state is not None and not resume:
+        check_new(run_state)
+
+
+def _frozen(model: nn.Module, layers: Layers, device: torch.device) -> nn.Module:
+    copy = frozen_copy(model, layers.choices).to(device)
+    if device.type == "cuda":
+        channels_last_(copy)
+    return copy
+
+
+def _blocks(frozen: nn.Module, layers: Layers, settings: Settings) -> list[str]:
+    """Modules whose features are compared."""
     if settings.features is not None:
-        blocks = named_blocks(frozen, settings.features)
-    else:
-        blocks = find_blocks(frozen, list(weights)) if _sees_features(settings) else []
-    # A loader with persistent workers has one iterator for all: where scores read the data too, the feed comes last.
-    feed = None if start.reads_data else Feed(data, ranks.rank, ranks.count)
-    known = Checkpoint.permutation_in(checkpoint) if resume and checkpoint is not None else None
-    wanted = permute
-    if wanted is None:  # a run that is resumed goes on as it was begun
-        wanted = known is not None if resume else search_by_default(settings.start, preset, chosen.masked)
-    permutation, left = start.own_orders(), ""
-    if wanted and not isinstance(settings.start, MaskSet):
-        if example is None:
-            example = next(iterate(data)) if feed is None else feed.peek()
-        permutation, left = start.orders(example, seconds, known, asked=bool(permute))
-    permutation, left = ranks.agree((permutation, left))
-    choices, moves = (permutation.choices, permutation.moves) if permutation else (chosen.masked, {})
-    sampler = start.sampler(choices).to(ranks.device)
-    learner = Learner(
+        return named_blocks(frozen, settings.features)
+    return find_blocks(frozen, list(layers.weights)) if settings.compares_features else []
+
+
+def _wants_search(
+    permute: bool | None,
+    known: dict[str, Any] | None,
+    resume: bool,
+    settings: Settings,
+    preset: str | None,
+    layers: Layers,
+) -> bool:
+    """Whether to search for channel orders. A resumed run does what it did when it was started."""
+    if isinstance(settings.start, MaskSet):
+        return False
+    if permute is not None:
+        return permute
+    return known is not None if resume else search_by_default(settings.start, preset, layers.choices)
+
+
+def _example(inputs: Inputs, settings: Settings, stream: BatchStream) -> Any:
+    """A batch to capture the model on, which the run still gets to see."""
+    # Scores that read the data would invalidate a stream that is open already.
+    return next(iterate(inputs.data)) if reads_data(settings.start) else stream.peek()
+
+
+def _learner(
+    frozen: nn.Module,
+    sampler: Sampler,
+    blocks: list[str],
+    settings: Settings,
+    forward: Forward | None,
+    processes: Processes,
+    precision: Precision,
+) -> Learner:
+    half = precision == "bfloat16" or (precision == "auto" and processes.device.type == "cuda")
+    return Learner(
         frozen,
         sampler,
-        objective,
+        resolve_objective(settings.objective, settings.match),
         blocks,
         forward=forward,
         dense=settings.objective != "task",
         hard=settings.hard,
         seed=settings.seed,
-        rank=ranks.rank,
-        autocast=autocast,
+        rank=processes.rank,
+        autocast=torch.bfloat16 if half else None,
         augment=settings.augment and settings.objective == "distill" and forward is None,
     )
-    identity = {
+
+
+def _identity(settings: Settings, layers: Layers, orders: ChannelOrders, processes: Processes) -> dict[str, Any]:
+    """What tells runs apart: a state can only be resumed by a run with the same identity."""
+    return {
         "settings": settings.described(),
-        "layers": {c.name: [str(c.pattern), *_layout_of(c)] for c in choices},
-        "weights": {name: digest(weight) for name, weight in weights.items()},
-        "ranks": ranks.count,
+        "layers": {choice.name: _layout_of(choice) for choice in orders.choices(layers)},
+        "weights": {name: digest(weight) for name, weight in layers.weights.items()},
+        "processes": processes.count,
     }
 
-    def masks_now(recipe: dict[str, Any]) -> MaskSet:
-        shared = {choice.name: choice.shared_with for choice in chosen.masked}
-        found = sampler.masks(settings.final, settings.seed)
-        masks = {name: with_fingerprint(mask, weights[name], shared[name]) for name, mask in found.items()}
-        made = {"method": "learn", **settings.described(), "preset": preset, "blocks": blocks}
-        made |= {"selection": plain_options(where), "permute": permutation.summary if permutation else None}
-        if left:
-            made["not_permuted"] = left
-        told = made | recipe | origin_of(model)
-        return MaskSet({choice.name: masks[choice.name] for choice in choices}, recipe=told, moves=moves)
 
-    feed = Feed(data, ranks.rank, ranks.count) if feed is None else feed
-    reporter = Reporter(ranks, report, log)
-    orders = permutation.plain() if permutation else {"left": left} if left else None
-    loop = Loop(learner, feed, settings, ranks, identity, masks_now, reporter, checkpoint, checkpoint_every, orders)
-    masks = loop.run(resume)
-    if max_drop is None:
-        return masks
-    try:
-        return keep_dense(model, masks, drop_data, max_drop, drop_metric, forward=forward, progress=progress)
-    except HalveError as error:
-        raise LearningError(f"{error}; the masks as they were learned are in the error's .masks", masks) from error
-
-
-def _sees_features(settings: Settings) -> bool:
-    distilled = settings.objective == "distill" and settings.match in ("all", "both", "features")
-    return callable(settings.objective) or distilled
-
-
-def _layout_of(choice: Choice) -> tuple[Any, ...]:
+def _layout_of(choice: Choice) -> list[Any]:
     assert choice.layout is not None
-    order = choice.layout.channel_order
-    return choice.layout.order, choice.layout.pad, list(choice.layout.shape), order and hash(order)
+    layout = choice.layout
+    order = layout.channel_order and hashlib.sha256(repr(layout.channel_order).encode()).hexdigest()[:16]
+    return [str(choice.pattern), layout.order, layout.pad, list(layout.shape), order]
 
 
-def _autocast(precision: Precision, device: torch.device) -> torch.dtype | None:
-    if precision not in ("auto", "float32", "bfloat16"):
-        raise ModelError(f"precision={precision!r}: there are 'auto' (bfloat16 on a GPU), 'float32' and 'bfloat16'")
-    wanted = precision == "bfloat16" or (precision == "auto" and device.type == "cuda")
-    return torch.bfloat16 if wanted else None
+def _masks(
+    sampler: Sampler, layers: Layers, orders: ChannelOrders, settings: Settings, recipe: dict[str, Any]
+) -> MaskSet:
+    found = sampler.masks(settings.final, settings.seed)
+    masks = {
+        choice.name: with_fingerprint(found[choice.name], layers.weights[choice.name], choice.shared_with)
+        for choice in orders.choices(layers)
+    }
+    return MaskSet(masks, recipe=recipe, moves=orders.moves)
+
+
+def _within_budget(inputs: Inputs, masks: MaskSet, max_drop: float, drop_data: Any, metric: Metric) -> MaskSet:
+    """The masks within the accuracy budget; an error keeps those that were learned."""
+    try:
+        return enforce_accuracy_budget(
+            *(inputs.model, masks, drop_data, max_drop, metric), forward=inputs.forward, progress=inputs.progress
+        )
+    except HalveError as error:
+        raise LearningError(f"{error}; the masks as learned are in the error's .masks", masks) from error

@@ -11,14 +11,14 @@ from halve.errors import LearningError, ModelError, listed
 from halve.learn.augment import augmented
 from halve.learn.objective import DISTILLATIONS, Objective, Views, watching
 from halve.learn.sampling import Sampler, generator_of
-from halve.learn.schedule import Pace
+from halve.learn.schedule import StepValues
 
 
 class Learner(nn.Module):
-    """Loss of one sampled mask on one batch.
+    """Computes the loss of one sampled mask on one batch.
 
-    The frozen model is held outside of the module tree, so that the logits are the learner's only parameter: nothing is
-    registered on the model, and DDP has one tensor to average.
+    The frozen model is not a submodule, so the logits are the only parameter: nothing is registered on the model, and
+    DDP has a single tensor to average.
     """
 
     def __init__(
@@ -38,30 +38,30 @@ class Learner(nn.Module):
     ) -> None:
         super().__init__()
         self.sampler, self.objective, self.blocks = sampler, objective, blocks
-        self._call = Call(model, forward)
+        self._runner = Runner(model, forward)
         self._dense, self._hard = dense, hard
         self._seed, self._rank, self._autocast, self._augment = seed, rank, autocast, augment
 
     @property
     def model(self) -> nn.Module:
         """The frozen model."""
-        return self._call.inner
+        return self._runner.inner
 
     @property
     def repeatable(self) -> bool:
-        """Whether every step does the same work: halve's own objectives on images, and no forward of the user's."""
-        return self.objective in DISTILLATIONS and not self._call.custom
+        """Whether every step does the same work, as it does with built-in objectives and without `forward`."""
+        return self.objective in DISTILLATIONS and not self._runner.custom
 
-    def forward(self, batch: Any, step: int, pace: Pace[float], micro: int = 0) -> Tensor:
-        """The loss of the batch; `micro` counts the batches of one step when gradients are accumulated."""
-        return self.loss(self.varied(batch, step, micro), self.draw(step, micro), pace)
+    def forward(self, batch: Any, step: int, values: StepValues[float], micro: int = 0) -> Tensor:
+        """The loss of a batch; `micro` counts the batches of one step when gradients are accumulated."""
+        return self.loss(self.augmented(batch, step, micro), self.draw(step, micro), values)
 
     def draw(self, step: int, micro: int = 0) -> list[Tensor]:
-        """The noise of one step."""
+        """The Gumbel noise of one step."""
         return self.sampler.draw(self._seed, step, self._rank + 1000 * micro)
 
-    def varied(self, batch: Any, step: int, micro: int = 0) -> Any:
-        """The batch, its images augmented where that is asked for."""
+    def augmented(self, batch: Any, step: int, micro: int = 0) -> Any:
+        """The batch, with its images augmented if that is enabled and the images are large enough."""
         if not self._augment:
             return batch
         images = to_device(images_of(batch), self.model)
@@ -70,32 +70,32 @@ class Learner(nn.Module):
         generator = generator_of(images.device, self._seed + 1, step, self._rank + 1000 * micro)
         return augmented(images, generator)
 
-    def loss(self, batch: Any, gumbel: list[Tensor], pace: Pace[Any]) -> Tensor:
-        """The loss of a batch as it is, for noise that was drawn."""
+    def loss(self, batch: Any, gumbel: list[Tensor], values: StepValues[Any]) -> Tensor:
+        """The loss of a batch for given noise, without augmentation."""
         device = self.sampler.logits.device.type
         with torch.autocast(device, self._autocast or torch.bfloat16, enabled=self._autocast is not None):
             dense_output, dense_features = None, []
             if self._dense:
                 with torch.no_grad(), watching(self.model, self.blocks) as dense_features:
-                    dense_output = self._call(batch)
-            weights = self.sampler.masked(gumbel, pace.temperature, pace.noise, self._hard)
+                    dense_output = self._runner(batch)
+            weights = self.sampler.masked(gumbel, values.temperature, values.noise, self._hard)
             with watching(self.model, self.blocks) as features:
-                output = self._call.with_weights(weights, batch)
+                output = self._runner.with_weights(weights, batch)
         if self.blocks and not features:
             raise ModelError(
-                f"none of the modules whose features are compared ran: {listed(self.blocks)}; "
-                f"name others with features=, or compare outputs alone with match='outputs'"
+                f"no module whose features are matched ran: {listed(self.blocks)}; "
+                f"name others with features=, or match outputs only with match='outputs'"
             )
-        loss = self.objective(Views(output, features, dense_output, dense_features, batch, pace.guidance))
+        loss = self.objective(Views(output, features, dense_output, dense_features, batch, values.guidance))
         if not isinstance(loss, Tensor) or loss.numel() != 1:
             got = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else f"a {type(loss).__name__}"
-            raise LearningError(f"the objective gave {got}; it must give one number, as a tensor")
+            raise LearningError(f"the objective must return a tensor with one element, got {got}")
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise LearningError("the objective does not depend on the masked weights: no gradient reaches the logits")
         return loss.reshape(())
 
-    def blame(self, batch: Any, step: int, pace: Pace[float]) -> str | None:
-        """The first layer whose output is not finite on this batch, if there is one."""
+    def blame(self, batch: Any, step: int, values: StepValues[float]) -> str | None:
+        """The first layer whose output is not finite on this batch, or None."""
         names: list[str] = []
 
         def hook(name: str) -> Any:
@@ -108,31 +108,31 @@ class Learner(nn.Module):
         handles = [m.register_forward_hook(hook(name)) for name, m in self.model.named_modules() if name]
         try:
             with torch.no_grad():
-                self(batch, step, pace)
+                self(batch, step, values)
         finally:
             for handle in handles:
                 handle.remove()
         return names[0] if names else None
 
 
-class Call:
-    """A private copy of a model, with the user's way of running it."""
+class Runner:
+    """Runs a private copy of a model, with the weights of some layers replaced."""
 
     def __init__(self, inner: nn.Module, forward: Forward | None) -> None:
         self.inner, self._forward = inner, forward
         self.custom = forward is not None
-        self._own: dict[str, Tensor] = {}  # weights that others stand in for
-        self._places: dict[str, list[tuple[dict[str, Any], str]]] = {}  # where they belong: tied ones in several
+        self._own: dict[str, Tensor] = {}  # original weights of layers that were ever replaced
+        self._places: dict[str, list[tuple[dict[str, Any], str]]] = {}  # where they are held; tied ones in several
 
     def __call__(self, batch: Any) -> Tensor:
         """The output with the model's own weights."""
         return self.with_weights({}, batch)
 
     def with_weights(self, weights: Mapping[str, Tensor], batch: Any) -> Tensor:
-        """The output with these layers' weights in place of their own.
+        """The output with the given weights, by layer name.
 
-        They stay there until the next call: a model that computes activations anew in the backward pass (activation
-        checkpointing) has to find them.
+        They stay in place until the next call, since activation checkpointing runs the model again in the backward
+        pass.
         """
         for name in weights.keys() - self._own.keys():
             own = self.inner.get_submodule(name).weight

@@ -1,54 +1,72 @@
-"""The learning loop: steps within a budget, reports, checkpoints, and what happens when it is cut short."""
+"""The learning loop: steps within a budget, reports, saved states, and what happens when it is cut short."""
 
 import time
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from halve.batches import images_of
-from halve.errors import DataError, FileError, LearningError, LearningWarning
-from halve.learn.distributed import Ranks
+from halve.errors import DataError, FileError, LearningWarning
+from halve.learn.distributed import Processes
 from halve.learn.interrupt import deferred_interrupt
 from halve.learn.learner import Learner
-from halve.learn.probe import Estimate, try_step
+from halve.learn.probe import Estimate, probe_step
 from halve.learn.reporting import Report, Reporter
-from halve.learn.run_state import Checkpoint, optimizer_state, restore_
-from halve.learn.schedule import Pace
+from halve.learn.run_state import RunFile
+from halve.learn.schedule import Schedule, StepValues
 from halve.learn.settings import Settings
-from halve.learn.step_graph import Replay
-from halve.learn.stream import Feed
-from halve.masks.mask import MaskSet
+from halve.learn.step_graph import StepGraph
+from halve.learn.stream import BatchStream
 
-_EPSILON = 1e-10  # gradients are tiny where there are millions of blocks
-_LOOK_EVERY = 10  # steps between looks at entropy and changed blocks, and on a GPU at anything: looking waits for it
+_EPSILON = 1e-10  # with millions of blocks, gradients are tiny
+_LOOK_EVERY = 10  # steps between looks at entropy and changed blocks; on a GPU, between synchronizations
+
+Ended = Literal["finished", "interrupted", "data exhausted", "not finite"]
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a run ended. `error` says what went wrong, if anything did."""
+
+    ended: Ended
+    steps: int
+    seconds: float
+    step_graph: bool  # whether the step was recorded as a CUDA graph
+    no_step_graph: str | None = None  # why not, on a GPU
+    error: str | None = None
+
+    def recipe(self) -> dict[str, Any]:
+        """What masks remember of the run."""
+        result = {
+            "steps_done": self.steps,
+            "seconds": round(self.seconds, 1),
+            "ended": self.ended,
+            "step_graph": self.step_graph,
+        }
+        return result | ({"no_step_graph": self.no_step_graph} if self.no_step_graph else {})
 
 
 class Loop:
-    """One run. `masks_now(recipe)` gives the masks as they stand."""
+    """One run of a learner on a stream of batches."""
 
     def __init__(
         self,
         learner: Learner,
-        feed: Feed,
+        stream: BatchStream,
         settings: Settings,
-        ranks: Ranks,
-        identity: dict[str, Any],
-        masks_now: Callable[[dict[str, Any]], MaskSet],
+        processes: Processes,
         reporter: Reporter,
-        checkpoint: str | Path | None,
-        checkpoint_every: float,
-        permutation: dict[str, Any] | None = None,
+        file: RunFile | None = None,
     ) -> None:
-        self.learner, self.feed, self.settings, self.ranks = learner, feed, settings, ranks
-        self.identity, self.masks_now, self.reporter = identity, masks_now, reporter
-        self.path, self.every = None if checkpoint is None else Path(checkpoint), checkpoint_every
-        self.permutation = permutation
+        self.learner, self.stream, self.settings = learner, stream, settings
+        self.processes, self.reporter, self.file = processes, reporter, file
+        self.schedule = Schedule(settings)
         self.logits = learner.sampler.logits
         self.optimizer = torch.optim.AdamW(
             [self.logits],
@@ -58,21 +76,23 @@ class Loop:
             eps=_EPSILON,
             fused=self.logits.is_cuda,
         )
-        self.start_codes = learner.sampler.codes()
-        self.step, self.batches, self.before, self.images = 0, 0, 0.0, 0
-        self.whole = True  # False while a step is half done: such a state must not be saved
-        self.recent: list[tuple[Any, int, Pace[float]]] = []  # what was learned from since the last look
+        self.initial_codes = learner.sampler.codes()
+        self.step, self.batches, self.images = 0, 0, 0
+        self.seconds_before = 0.0  # spent before the run was resumed
+        self.consistent = True  # False within an optimizer step: such a state must not be saved
+        self.recent: list[tuple[Any, int, StepValues[float]]] = []  # batches since the last look
         self.changed, self.entropy = 0.0, learner.sampler.entropy()
         self.minutes = settings.budget_minutes
         self.steps = self._planned_steps()
-        self.replay: Replay | str = "not tried yet"
+        self.step_graph: StepGraph | str = "not tried yet"
+        self.error: str | None = None
 
-    def run(self, resume: bool) -> MaskSet:
-        """Learn until the budget is spent, the data runs dry or somebody presses Ctrl-C."""
+    def run(self, resume: bool) -> Outcome:
+        """Learn until the budget is spent, the data is exhausted or the user presses Ctrl-C."""
         if resume:
             self._resume()
-        wrapped = self.ranks.wrap(self.learner)
-        ended = "interrupted"
+        wrapped = self.processes.wrap(self.learner)
+        ended: Ended = "interrupted"
         self.began = self.saved = time.perf_counter()
         self.first_step = self.step
         try:
@@ -82,80 +102,82 @@ class Loop:
             ):
                 ended = self._loop(wrapped, interrupted)
         except KeyboardInterrupt:
-            if self.whole:
+            if self.consistent:
                 self._save()
-            warnings.warn(f"interrupted after {self.step} steps; {self._how_to_go_on()}", LearningWarning, stacklevel=3)
-        masks = self._masks(ended)
-        self.replay = "done"  # a recorded graph holds on to its memory
-        return masks
+            warnings.warn(
+                f"interrupted after {self.step} steps; {self._how_to_resume()}", LearningWarning, stacklevel=3
+            )
+        eager = self.step_graph if isinstance(self.step_graph, str) else None
+        reason = eager if self.logits.is_cuda else None
+        return Outcome(ended, self.step, self._seconds(), eager is None, reason, self.error)
 
-    def _loop(self, wrapped: Any, interrupted: Callable[[], bool]) -> str:
+    def _loop(self, wrapped: Any, interrupted: Callable[[], bool]) -> Ended:
         bad = torch.zeros((), dtype=torch.bool, device=self.logits.device)
-        estimated = False
+        probed = False
         while self._fraction() < 1:
             fraction = self._fraction()
             try:
-                batches = [self.feed.next() for _ in range(self.settings.accumulate)]
+                batches = [self.stream.next() for _ in range(self.settings.accumulate)]
             except StopIteration:
-                return self._dry()
+                return self._exhausted()
             except Exception:
-                if interrupted():  # Ctrl-C reached the loader's worker processes too
+                if interrupted():  # Ctrl-C also reached the worker processes of the loader
                     raise KeyboardInterrupt from None
                 raise
-            pace = self.settings.pace_at(fraction, self.feed.epoch)
-            if not estimated:
-                self._estimate(batches[0], pace)
-                self.replay = self._recorded(batches)
-                estimated = True
+            values = self.schedule.at(fraction, self.stream.epoch)
+            if not probed:
+                self._estimate(batches[0], values)
+                self.step_graph = self._recorded(batches)
+                probed = True
                 self.began = time.perf_counter()
                 self._save(first=True)
-            loss = self._gradient(wrapped, batches, pace)
-            self.recent += [(batch, self.step, pace) for batch in batches]
+            loss = self._gradient(wrapped, batches, values)
+            self.recent += [(batch, self.step, values) for batch in batches]
             bad |= ~self._guarded_gradient_()
-            if self.ranks.count == 1:  # the gradient is the same on all ranks, the loss is not, and all must stop alike
+            if self.processes.count == 1:  # losses differ between processes, gradients do not, and all must stop alike
                 bad |= ~loss.isfinite()
             for group in self.optimizer.param_groups:
-                group["lr"] = pace.lr
-            self.whole = False
+                group["lr"] = values.lr
+            self.consistent = False
             self.optimizer.step()
             self.step += 1
-            self.batches = self.feed.taken
-            self.whole = True
+            self.batches = self.stream.taken
+            self.consistent = True
             self.images += sum(_images_in(batch) for batch in batches)
             look = self.step % _LOOK_EVERY == 0 or self._fraction() >= 1
             if look or not self.logits.is_cuda:
                 if bool(bad):
-                    self._give_up()
+                    return self._not_finite()
                 self.recent.clear()
-                self._report(float(loss), pace, look)
-            if self.path is not None and time.perf_counter() - self.saved >= self.every:
+                self._report(float(loss), values, look)
+            if self.file is not None and time.perf_counter() - self.saved >= self.file.save_every:
                 self._save()
-            if self.ranks.agree(float(interrupted())):
+            if self.processes.broadcast(float(interrupted())):
                 raise KeyboardInterrupt
         return "finished"
 
-    def _recorded(self, batches: list[Any]) -> Replay | str:
-        """The step as a CUDA graph, or why it runs as it is."""
-        if self.ranks.count > 1 or len(batches) > 1:
-            return "several ranks, or several batches in a step"
-        return Replay.recorded(self.learner, batches[0])
+    def _recorded(self, batches: list[Any]) -> StepGraph | str:
+        """Record the step as a CUDA graph; returns the reason if it stays eager."""
+        if self.processes.count > 1 or len(batches) > 1:
+            return "several processes, or several batches per step"
+        return StepGraph.recorded(self.learner, batches[0])
 
-    def _gradient(self, wrapped: Any, batches: list[Any], pace: Pace[float]) -> Tensor:
-        if isinstance(self.replay, Replay) and self.replay.fits(batches[0]):
-            return self.replay.gradient_(batches[0], self.step, pace)
+    def _gradient(self, wrapped: Any, batches: list[Any], values: StepValues[float]) -> Tensor:
+        if isinstance(self.step_graph, StepGraph) and self.step_graph.fits(batches[0]):
+            return self.step_graph.gradient_(batches[0], self.step, values)
         self.optimizer.zero_grad(set_to_none=True)
         total = torch.zeros((), device=self.logits.device)
         for micro, batch in enumerate(batches):
             last = micro == len(batches) - 1
-            quiet = wrapped.no_sync() if isinstance(wrapped, DistributedDataParallel) and not last else nullcontext()
-            with quiet:
-                loss = wrapped(batch, self.step, pace, micro) / len(batches)
+            local = wrapped.no_sync() if isinstance(wrapped, DistributedDataParallel) and not last else nullcontext()
+            with local:
+                loss = wrapped(batch, self.step, values, micro) / len(batches)
                 loss.backward()
             total += loss.detach()
         return total
 
     def _guarded_gradient_(self) -> Tensor:
-        """Whether the gradient is finite; if not it is set to zero, so that what was learned stays good."""
+        """Whether the gradient is finite; if not, zero it so that the logits stay good."""
         grad = self.logits.grad
         assert grad is not None
         fine = grad.sum().isfinite()
@@ -163,134 +185,117 @@ class Loop:
         return fine
 
     def _fraction(self) -> float:
-        """Share of the budget that is spent; the first rank's clock counts."""
+        """Share of the budget spent so far, by the main process's clock."""
         if self.steps is not None:
             return self.step / self.steps
         assert self.minutes is not None
-        return self.ranks.agree(self._seconds() / (60 * self.minutes))
+        return self.processes.broadcast(self._seconds() / (60 * self.minutes))
 
     def _seconds(self) -> float:
-        return self.before + time.perf_counter() - self.began
+        return self.seconds_before + time.perf_counter() - self.began
 
     def _planned_steps(self) -> int | None:
         if self.minutes is not None:
             return None
         if self.settings.epochs is None:
             return self.settings.steps
-        if self.feed.length is None:
-            raise DataError("epochs= needs data with a length, such as a DataLoader; give steps= or minutes= instead")
-        return max(1, round(self.settings.epochs * self.feed.length / self.settings.accumulate))
+        if self.stream.length is None:
+            raise DataError("epochs= needs data with a length, such as a DataLoader; use steps= or minutes= instead")
+        return max(1, round(self.settings.epochs * self.stream.length / self.settings.accumulate))
 
-    def _estimate(self, batch: Any, pace: Pace[float]) -> None:
-        seconds, peak = try_step(self.learner, batch, pace)
+    def _estimate(self, batch: Any, values: StepValues[float]) -> None:
+        seconds, peak = probe_step(self.learner, batch, values)
         per_step = seconds * self.settings.accumulate
-        left = 60 * (self.minutes or 0) - self.before
-        whole = left if self.steps is None else per_step * (self.steps - self.step)
-        self.reporter.tell(Estimate(per_step, whole, peak, self.steps))
+        left = 60 * (self.minutes or 0) - self.seconds_before
+        total = left if self.steps is None else per_step * (self.steps - self.step)
+        self.reporter.send(Estimate(per_step, total, peak, self.steps))
 
-    def _report(self, loss: float, pace: Pace[float], look: bool) -> None:
+    def _report(self, loss: float, values: StepValues[float], look: bool) -> None:
         if look:
             self.entropy = self.learner.sampler.entropy()
-            self.changed = float((self.learner.sampler.codes() != self.start_codes).double().mean())
+            self.changed = float((self.learner.sampler.codes() != self.initial_codes).double().mean())
         here = max(time.perf_counter() - self.began, 1e-9)
         rate = (self.step - self.first_step) / here
         left = (self.steps - self.step) / rate if self.steps else 60 * (self.minutes or 0) - self._seconds()
-        images = self.images * self.ranks.count / here
         report = Report(
-            self.step,
-            self.steps,
-            loss,
-            self.entropy,
-            self.changed,
-            pace.lr,
-            pace.temperature,
-            pace.noise,
-            pace.guidance,
-            images,
-            self._seconds(),
-            max(left, 0.0),
+            step=self.step,
+            steps=self.steps,
+            loss=loss,
+            entropy=self.entropy,
+            changed=self.changed,
+            lr=values.lr,
+            temperature=values.temperature,
+            noise=values.noise,
+            guidance=values.guidance,
+            images_per_s=self.images * self.processes.count / here,
+            seconds=self._seconds(),
+            seconds_left=max(left, 0.0),
         )
-        self.reporter.tell(report, keep=look)
+        self.reporter.send(report, keep=look)
 
     def _save(self, first: bool = False) -> None:
-        """Write the checkpoint; a disk that fails later on does not end the run, one that fails at first does."""
+        """Save the state. A disk that fails stops the run at the first save, and is a warning later on."""
         self.saved = time.perf_counter()
-        if self.path is None or not self.ranks.first:
+        if self.file is None or not self.processes.is_main:
             return
-        averages = optimizer_state(self.optimizer, self.logits)
-        state = Checkpoint(
-            self.identity,
-            self.step,
-            self.batches,
-            self._seconds(),
-            self.logits.detach(),
-            *averages,
-            self.permutation,
-        )
         try:
-            state.save(self.path)
+            self.file.save(self.optimizer, self.logits, self.step, self.batches, self._seconds())
         except FileError as error:
             if first:
                 raise
-            warnings.warn(f"{error}; learning goes on", LearningWarning, stacklevel=4)
+            warnings.warn(f"{error}; learning continues", LearningWarning, stacklevel=4)
 
     def _resume(self) -> None:
-        if self.path is None:
-            raise FileError("resume=True needs checkpoint=, the file to go on from")
-        state = Checkpoint.load(self.path, self.identity, self.logits)
-        restore_(self.optimizer, self.logits, state)
-        self.step, self.batches, self.before = state.step, state.batches, state.seconds
-        if self.feed.again:
+        assert self.file is not None
+        state = self.file.restore_(self.optimizer, self.logits)
+        self.step, self.batches, self.seconds_before = state.step, state.batches, state.seconds
+        if self.stream.repeats:
             try:
-                self.feed.skip(state.batches)
+                self.stream.skip(state.batches)
             except StopIteration:
                 raise DataError(
-                    f"the data gives no batches any more, {self.path} was learned from {state.batches}"
+                    f"the data has no batches left to resume with: {self.file.path} was learned from {state.batches}"
                 ) from None
         else:
             warnings.warn(
-                "the data is an iterator, so its order is lost: learning goes on with whatever comes next, "
-                "and the outcome will not be the same to the bit",
+                "the data is an iterator, which cannot be rewound: learning continues with the batches that come next, "
+                "and the masks will not be bit-identical to those of an uninterrupted run",
                 LearningWarning,
                 stacklevel=4,
             )
 
-    def _dry(self) -> str:
+    def _exhausted(self) -> Ended:
         if self.step == 0:
-            raise DataError("the data gave no batch: it is empty, or an iterator that was used up before")
+            raise DataError("the data gave no batch: it is empty, or an iterator that was consumed before")
         self._save()
         warnings.warn(
-            f"the data ran dry after {self.step} steps; pass what can be iterated over again, such as a DataLoader",
+            f"the data was exhausted after {self.step} steps; "
+            f"pass data that can be iterated over again, such as a DataLoader",
             LearningWarning,
             stacklevel=4,
         )
-        return "ran dry"
+        return "data exhausted"
 
-    def _give_up(self) -> None:
+    def _not_finite(self) -> Ended:
         self._save()
-        found = (self.learner.blame(batch, step, pace) for batch, step, pace in self.recent)
+        found = (self.learner.blame(batch, step, values) for batch, step, values in self.recent)
         layer = next((name for name in found if name is not None), None)
-        raise LearningError(
+        self.error = (
             f"the loss is NaN or infinite by step {self.step}, "
             f"{'in the objective itself' if layer is None else f'first in layer {layer}'}; "
-            f"check the images, lower lr= or leave the layer out. What was learned is in the error's .masks; "
-            f"{self._how_to_go_on()}",
-            self._masks("not finite"),
+            f"check the images, lower lr= or exclude the layer. The masks learned so far are in the error's .masks; "
+            f"{self._how_to_resume()}"
         )
+        return "not finite"
 
-    def _how_to_go_on(self) -> str:
-        return f"resume=True goes on from {self.path}" if self.path else "with checkpoint=FILE it could be resumed"
-
-    def _masks(self, ended: str) -> MaskSet:
-        replayed = isinstance(self.replay, Replay)
-        told = {"steps_done": self.step, "seconds": round(self._seconds(), 1), "ended": ended, "replayed": replayed}
-        if not replayed and self.logits.is_cuda:
-            told["not_replayed"] = self.replay
-        return self.masks_now(told)
+    def _how_to_resume(self) -> str:
+        if self.file is None:
+            return "pass run_state=FILE to be able to resume a run"
+        return f"resume=True continues from {self.file.path}"
 
 
 def _images_in(batch: Any) -> int:
     try:
         return len(images_of(batch))
-    except DataError:  # only the user's own forward knows what is in it
+    except DataError:  # a batch that only the user's forward understands
         return 1

@@ -1,4 +1,4 @@
-"""What learning compares: outputs, features of blocks, labels."""
+"""Objectives of learning: what is compared of the masked and the dense network."""
 
 import math
 from collections import Counter
@@ -13,19 +13,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from halve.batches import labels_of, main_output
-from halve.errors import DataError, ModelError, listed
+from halve.errors import DataError, ModelError, OptionError, listed
 
-Match = Literal["all", "both", "outputs", "features", "probabilities"]
-FEATURE_WEIGHT = 10.0  # of the mean relative error of the features, beside that of the outputs
+Match = Literal["auto", "outputs+features", "outputs", "features", "probabilities"]
+FEATURE_WEIGHT = 10.0
 OUTPUT_WEIGHT = 5.0
-DEPTH = (
-    1.0  # the last block counts exp(2 DEPTH) times as much as the first: what is lost early can still be made up for
-)
+DEPTH = 1.0  # the last block counts exp(2 DEPTH) times as much as the first, whose errors later blocks can correct
 
 
 @dataclass(frozen=True)
 class Views:
-    """One step as an objective sees it: what the masked and the dense network made of a batch.
+    """What an objective sees of one step: the outputs and features of the masked and the dense network.
 
     >>> import halve
     >>> def squared(views: halve.Views) -> Tensor:
@@ -40,7 +38,7 @@ class Views:
     dense_output: Tensor | None
     dense_features: list[Tensor]
     batch: Any
-    guidance: float | Tensor = 1.0  # from 1 at the start of a run to 0 at four fifths of it
+    guidance: float | Tensor = 1.0  # from 1 at the start of a run to 0 at 80 % of it
 
 
 Objective = Callable[[Views], Tensor]
@@ -49,9 +47,9 @@ Objective = Callable[[Views], Tensor]
 def distill_outputs(views: Views) -> Tensor:
     """Mean over images of the relative squared error of the outputs.
 
-    Class scores are compared less their mean, since only their differences count. All classes count alike, also those
-    that the images do not show: that is what carries over to other images. Classes lie along axis 1 of outputs such as
-    (n, classes) and (n, classes, height, width), along the last of (n, positions, classes).
+    Class scores are centred first, since only their differences matter. All classes count equally, also those that the
+    images do not show, so that the masks generalise to other images. The class axis is axis 1 of (n, classes) and
+    (n, classes, height, width), and the last axis of (n, positions, classes).
     """
     theirs = _dense_output(views).float()
     ours = views.output.float()
@@ -68,8 +66,8 @@ def distill_probabilities(views: Views) -> Tensor:
     axis = _class_axis(views.output)
     if axis is None:
         raise ModelError(
-            f"outputs of shape {tuple(views.output.shape)} are no class scores to compare: "
-            f"match='both' compares outputs of any kind, or pass an objective of your own"
+            f"match='probabilities' needs class scores, got outputs of shape {tuple(views.output.shape)}; "
+            f"use match='outputs+features' for other outputs, or pass your own objective="
         )
     ours = views.output.float().log_softmax(axis)
     theirs = dense.float().log_softmax(axis)
@@ -80,8 +78,8 @@ def _dense_output(views: Views) -> Tensor:
     assert views.dense_output is not None
     if views.output.shape != views.dense_output.shape:
         raise ModelError(
-            f"the masked network gives outputs of shape {tuple(views.output.shape)}, the dense one "
-            f"{tuple(views.dense_output.shape)}: match='features', or a forward= whose outputs can be compared"
+            f"the masked network returns outputs of shape {tuple(views.output.shape)}, the dense one "
+            f"{tuple(views.dense_output.shape)}: use match='features', or a forward= whose outputs have equal shapes"
         )
     return views.dense_output
 
@@ -92,7 +90,7 @@ def _class_axis(output: Tensor) -> int | None:
 
 
 def distill_features(views: Views) -> Tensor:
-    """Mean over blocks of the relative squared error of their outputs, later blocks weighted more."""
+    """Weighted mean over blocks of the relative squared error of their outputs; later blocks weigh more."""
     pairs = zip(views.features, views.dense_features, strict=True)
     errors: list[Tensor] = [_RelativeError.apply(ours, theirs) for ours, theirs in pairs]
     depths = [math.exp(2 * DEPTH * place / max(len(errors) - 1, 1)) for place in range(len(errors))]
@@ -101,7 +99,7 @@ def distill_features(views: Views) -> Tensor:
 
 
 class _RelativeError(torch.autograd.Function):
-    """||ours - theirs||^2 / ||theirs||^2, summed in fp32 without fp32 copies: features are a step's largest tensors."""
+    """||ours - theirs||^2 / ||theirs||^2 in fp32, without fp32 copies: features are the largest tensors of a step."""
 
     @staticmethod
     def forward(ctx: Any, ours: Tensor, theirs: Tensor) -> Tensor:
@@ -121,33 +119,32 @@ def _squares(x: Tensor) -> Tensor:
     return norm.square()
 
 
-def distill_both(views: Views) -> Tensor:
+def distill_outputs_and_features(views: Views) -> Tensor:
     """Outputs and features together."""
     return distill_outputs(views) + distill_features(views)
 
 
-def distill_all(views: Views) -> Tensor:
-    """Outputs and features, which give way to probabilities as far as the batch shows all classes.
+def distill_auto(views: Views) -> Tensor:
+    """Outputs and features, replaced by probabilities along the run as far as the batch shows all classes.
 
-    Features and scores lead to good masks quickly and from few images; where classes are confused is in the
-    probabilities, but of classes that are not shown these say next to nothing. Outputs other than (n, classes) are not
-    taken for class scores.
+    Features and scores lead to good masks quickly and from few images. Probabilities show which classes are confused,
+    but say little about classes that are not in the batch. Only outputs of shape (n, classes) count as class scores.
     """
-    both = distill_both(views)
+    guide = distill_outputs_and_features(views)
     if views.output.dim() != 2 or views.output.shape[1] < 2:
-        return both
+        return guide
     shown = _share_of_classes(_dense_output(views))
-    return (1 - shown * (1 - views.guidance)) * both + shown * distill_probabilities(views)
+    return (1 - shown * (1 - views.guidance)) * guide + shown * distill_probabilities(views)
 
 
 def _share_of_classes(output: Tensor) -> Tensor:
-    """Of all classes, those that some image is taken for."""
+    """Share of the classes that are predicted for some image."""
     return torch.zeros(output.shape[1], device=output.device).index_fill(0, output.argmax(1), 1.0).mean()
 
 
 DISTILLATIONS: dict[Objective, Match] = {
-    distill_all: "all",
-    distill_both: "both",
+    distill_auto: "auto",
+    distill_outputs_and_features: "outputs+features",
     distill_outputs: "outputs",
     distill_features: "features",
     distill_probabilities: "probabilities",
@@ -158,10 +155,11 @@ def task(views: Views) -> Tensor:
     """Cross-entropy with the labels."""
     labels = labels_of(views.batch)
     if labels is None:
-        raise DataError("objective='task' needs labels, and the batches have none; 'distill' needs no labels")
+        raise DataError("objective='task' needs labels, but the batches have none; objective='distill' needs no labels")
     if views.output.dim() != 2 or len(labels) != len(views.output):
         raise DataError(
-            f"{len(labels)} labels for outputs of shape {tuple(views.output.shape)}: one per image is needed"
+            f"objective='task' needs one label per image, got {len(labels)} for outputs of shape "
+            f"{tuple(views.output.shape)}"
         )
     if int(labels.min()) < 0 or int(labels.max()) >= views.output.shape[1]:
         found, outputs = f"labels from {int(labels.min())} to {int(labels.max())}", views.output.shape[1]
@@ -170,10 +168,10 @@ def task(views: Views) -> Tensor:
 
 
 def find_blocks(model: nn.Module, masked: Collection[str]) -> list[str]:
-    """Modules whose outputs are worth matching: the repeated blocks of a network, or its masked layers if it has none.
+    """Return the names of the repeated blocks of a network, or of its masked layers if it has none.
 
-    A block is a module of a class that occurs at least twice, holds at least two masked layers, is no mere container,
-    and lies in no other block. A module that holds several blocks of one class is a stage, not a block.
+    A block is a module whose class occurs at least twice, that holds at least two masked layers, and that is neither a
+    plain container nor inside another block. A module that holds several blocks of one class is a stage, not a block.
 
     >>> from torchvision.models import resnet18
     >>> model = resnet18()
@@ -202,17 +200,17 @@ def find_blocks(model: nn.Module, masked: Collection[str]) -> list[str]:
 
 
 def named_blocks(model: nn.Module, globs: Sequence[str]) -> list[str]:
-    """The modules that the user named."""
+    """Return the names of the modules that match the given globs."""
     names = [name for name, _ in model.named_modules() if name]
     for glob in globs:
         if not any(fnmatchcase(name, glob) for name in names):
-            raise ModelError(f"features: {glob!r} matches no module; there are {listed(names)}")
+            raise OptionError(f"features={glob!r} matches no module; the modules are {listed(names)}")
     return [name for name in names if any(fnmatchcase(name, glob) for glob in globs)]
 
 
 @contextmanager
 def watching(model: nn.Module, names: Sequence[str]) -> Iterator[list[Tensor]]:
-    """The outputs of these modules during one forward pass, in the order in which they ran."""
+    """Collect the outputs of these modules during a forward pass, in the order in which they run."""
     seen: list[Tensor] = []
 
     def hook(module: nn.Module, args: Any, output: Any) -> None:
@@ -226,16 +224,15 @@ def watching(model: nn.Module, names: Sequence[str]) -> Iterator[list[Tensor]]:
             handle.remove()
 
 
-def objective_named(name: str | Objective, match: Match) -> Objective:
-    """'distill' by what is matched, 'task', or the user's own."""
-    if callable(name):
-        return name
-    known = {match: objective for objective, match in DISTILLATIONS.items()}
-    if name == "task":
+def resolve_objective(objective: str | Objective, match: Match) -> Objective:
+    """Return the objective that the options name; a function is returned unchanged."""
+    if callable(objective):
+        return objective
+    if objective == "task":
         return task
-    if name != "distill" or match not in known:
-        raise ModelError(
-            f"objective={name!r}, match={match!r}: there are 'distill' (all, both, outputs, features, probabilities) "
-            f"and 'task'"
-        )
+    if objective != "distill":
+        raise OptionError(f"objective must be 'distill', 'task' or a function, got objective={objective!r}")
+    known = {match: distillation for distillation, match in DISTILLATIONS.items()}
+    if match not in known:
+        raise OptionError(f"match must be one of {listed(known)}, got match={match!r}")
     return known[match]

@@ -1,4 +1,4 @@
-"""One step that changes nothing, before the first that counts: how long, how much memory, and does it fit at all."""
+"""A dry run of one step before the first one: how long it takes, how much memory, and whether it fits at all."""
 
 import gc
 import sys
@@ -12,11 +12,11 @@ from torch import Tensor
 
 from halve.errors import ModelError
 from halve.learn.learner import Learner
-from halve.learn.schedule import Pace
+from halve.learn.schedule import StepValues
 
 
 class Estimate(NamedTuple):
-    """What a run will take; steps are None where minutes are given."""
+    """What a run will take; `steps` is None if the budget is in minutes."""
 
     seconds_per_step: float
     seconds: float
@@ -24,19 +24,22 @@ class Estimate(NamedTuple):
     steps: int | None
 
 
-def try_step(learner: Learner, batch: Any, pace: Pace[float]) -> tuple[float, int]:
-    """Seconds and peak bytes of one step; raises `ModelError` with a batch that fits where this one does not."""
+def probe_step(learner: Learner, batch: Any, values: StepValues[float]) -> tuple[float, int]:
+    """Return seconds and peak bytes of one step, leaving the learner unchanged.
+
+    Raises `ModelError` if the batch does not fit into memory, and names a batch size that does.
+    """
     device = learner.sampler.logits.device
     repeats = 2 if device.type == "cuda" else 1  # the first one on a GPU loads and tunes kernels
-    seconds = [_seconds(learner, batch, pace) for _ in range(repeats)][-1]
+    seconds = [_seconds(learner, batch, values) for _ in range(repeats)][-1]
     if seconds is None:
-        raise ModelError(_does_not_fit(learner, batch, pace))
-    states = 2 * learner.sampler.logits.numel() * 4  # Adam's averages come on top
+        raise ModelError(_out_of_memory(learner, batch, values))
+    states = 2 * learner.sampler.logits.numel() * 4  # Adam's averages do not exist yet
     return seconds, peak_bytes(device) + states
 
 
 def peak_bytes(device: torch.device) -> int:
-    """The most memory that was in use so far: of the GPU, or of this process."""
+    """Return the peak memory use so far: of the GPU, or of this process."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
@@ -47,14 +50,14 @@ def peak_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _seconds(learner: Learner, batch: Any, pace: Pace[float]) -> float | None:
-    """How long a step takes; None when it does not fit. What it held is free afterwards, the error's frames too."""
+def _seconds(learner: Learner, batch: Any, values: StepValues[float]) -> float | None:
+    """Time of a step; None if it ran out of memory. All memory is free again when this returns."""
     logits = learner.sampler.logits
     if logits.is_cuda:
         torch.cuda.reset_peak_memory_stats(logits.device)
     started = time.perf_counter()
     try:
-        loss: Tensor = learner(batch, -1, pace)
+        loss: Tensor = learner(batch, -1, values)
         loss.backward()
         if logits.is_cuda:
             torch.cuda.synchronize(logits.device)
@@ -65,23 +68,26 @@ def _seconds(learner: Learner, batch: Any, pace: Pace[float]) -> float | None:
         logits.grad = None
 
 
-def _does_not_fit(learner: Learner, batch: Any, pace: Pace[float]) -> str:
+def _out_of_memory(learner: Learner, batch: Any, values: StepValues[float]) -> str:
     size = _length(batch)
     if not size:
-        return "a batch does not fit into memory: give smaller batches, and accumulate= several of them"
+        return "a batch does not fit into memory: use smaller batches with accumulate="
     smaller = size // 2
     while smaller:
         gc.collect()
         torch.cuda.empty_cache()
-        if _seconds(learner, _first(batch, size, smaller), pace) is not None:
-            more = -(-size // smaller)
-            return f"a batch of {size} does not fit into memory, one of {smaller} does: use it with accumulate={more}"
+        if _seconds(learner, _first(batch, size, smaller), values) is not None:
+            accumulate = -(-size // smaller)
+            return (
+                f"a batch of {size} images does not fit into memory, but {smaller} do: "
+                f"use batches of {smaller} with accumulate={accumulate}"
+            )
         smaller //= 2
-    return "not even one image fits into memory together with the logits: mask fewer layers, or use a CPU"
+    return "a single image does not fit into memory beside the logits: mask fewer layers, or use a CPU"
 
 
 def _length(batch: Any) -> int:
-    """Images in a batch: the length of its first part."""
+    """Number of images in a batch: the length of its first part."""
     if isinstance(batch, tuple | list) and batch:
         return _length(batch[0])
     parts = batch.values() if isinstance(batch, Mapping) else [batch]
@@ -89,7 +95,7 @@ def _length(batch: Any) -> int:
 
 
 def _first(batch: Any, size: int, count: int) -> Any:
-    """The first images of a batch, with all that belongs to them."""
+    """The first images of a batch, with their labels."""
     if isinstance(batch, Mapping):
         return {key: _first(value, size, count) for key, value in batch.items()}
     if isinstance(batch, Tensor | list | np.ndarray) and len(batch) == size:

@@ -1,4 +1,4 @@
-"""What a learning run tells while it runs: to a function, to a JSONL file, to trackers; from the first rank alone."""
+"""Reports of a learning run: to a function, a JSONL file and trackers, from the main process only."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from halve.errors import FileError
-from halve.learn.distributed import Ranks
+from halve.learn.distributed import Processes
 from halve.learn.probe import Estimate
 
 _TRACKED = ("loss", "entropy", "changed", "lr", "images_per_s")
@@ -16,13 +16,13 @@ _TRACKED = ("loss", "entropy", "changed", "lr", "images_per_s")
 
 @dataclass(frozen=True)
 class Report:
-    """How learning stands after a step; the shares are from 0 to 1."""
+    """The state of a run after a step."""
 
     step: int
-    steps: int | None
+    steps: int | None  # None if the budget is in minutes
     loss: float
-    entropy: float
-    changed: float
+    entropy: float  # of the logits, from 0 (decided) to 1
+    changed: float  # share of blocks whose choice differs from the initial one
     lr: float
     temperature: float
     noise: float
@@ -33,39 +33,41 @@ class Report:
 
 
 class Reporter:
-    """Passes reports on."""
+    """Sends events to the user's function, the log and the trackers."""
 
-    def __init__(self, ranks: Ranks, tell: Callable[[Estimate | Report], None] | None, log: str | Path | None) -> None:
-        self._ranks, self._tell, self._log = ranks, tell, log
+    def __init__(
+        self, processes: Processes, report: Callable[[Estimate | Report], None] | None, log: str | Path | None
+    ) -> None:
+        self._processes, self._report, self._log = processes, report, log
         self._file: IO[str] | None = None
 
     @contextmanager
     def open(self, config: Mapping[str, Any], append: bool) -> Iterator[None]:
-        """Trackers and the log, for as long as the run lasts; both are closed also when it fails."""
-        self._ranks.start_trackers(config)
+        """Keep the log and the trackers open for the run, and close them even if it fails."""
+        self._processes.start_trackers(config)
         try:
             with self._opened(append) as self._file:
                 yield
         finally:
-            self._ranks.stop_trackers()
+            self._processes.stop_trackers()
 
     def _opened(self, append: bool) -> AbstractContextManager[IO[str] | None]:
-        if self._log is None or not self._ranks.first:
+        if self._log is None or not self._processes.is_main:
             return nullcontext()
         try:
             return Path(self._log).open("a" if append else "w")
         except OSError as error:
             raise FileError(f"cannot write the log {self._log}: {error.strerror}") from error
 
-    def tell(self, event: Estimate | Report, keep: bool = False) -> None:
-        """Pass an event on; `keep` also writes it to log and trackers."""
-        if not self._ranks.first:
+    def send(self, event: Estimate | Report, keep: bool = False) -> None:
+        """Report an event; with `keep` also to the log and the trackers."""
+        if not self._processes.is_main:
             return
-        if self._tell is not None:
-            self._tell(event)
+        if self._report is not None:
+            self._report(event)
         if keep and isinstance(event, Report):
             values = asdict(event)
-            self._ranks.track({key: values[key] for key in _TRACKED}, event.step)
+            self._processes.track({key: values[key] for key in _TRACKED}, event.step)
             if self._file is not None:
                 self._file.write(json.dumps(values) + "\n")
                 self._file.flush()

@@ -1,4 +1,4 @@
-"""The state of a learning run in a file: killed at any time, a run loses at most what came after the last one."""
+"""The state of a learning run in a file: a run that is killed resumes from the last one that was saved."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halve.errors import FileError, MaskError, listed
+from halve.errors import FileError, listed
 from halve.masks import storage
 
 FORMAT = storage.Format("halve.learning", 1, "run state", "'halve learn'")
@@ -17,8 +17,13 @@ _TENSORS = ("logits", "exp_avg", "exp_avg_sq")
 
 
 @dataclass(frozen=True)
-class Checkpoint:
-    """Where a run stands. `identity` says which run it is: settings, layers, weights."""
+class RunState:
+    """The state of a run after a step.
+
+    `identity` tells runs apart: settings, layers, weights and number of processes. `permutation` holds the channel
+    orders, since a search with a time limit may not find them again, or the reason why there are none; it is None if no
+    search was made.
+    """
 
     identity: dict[str, Any]
     step: int
@@ -27,34 +32,17 @@ class Checkpoint:
     logits: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
-    permutation: dict[str, Any] | None = None  # channel orders, which a search within a time limit may not find again;
-    # or why there are none; None where nobody looked for any
+    permutation: dict[str, Any] | None = None
 
     def save(self, path: str | Path) -> Path:
-        """Write it, atomically."""
+        """Write the file atomically."""
         names = ("identity", "step", "batches", "seconds", "permutation")
         header = {name: getattr(self, name) for name in names}
         return storage.write(path, FORMAT, header, {name: getattr(self, name) for name in _TENSORS})
 
-    @staticmethod
-    def refuse_to_overwrite(path: str | Path) -> None:
-        """Raise where the file of a new run is there already."""
-        if Path(path).exists():
-            raise FileError(
-                f"{path} holds the state of a run: resume=True goes on from it; delete it to start anew, "
-                f"or name another checkpoint"
-            )
-
-    @staticmethod
-    def permutation_in(path: str | Path) -> dict[str, Any] | None:
-        """What became of channel orders in the run that a checkpoint belongs to; None where nobody looked for any."""
-        _, header, _ = storage.read(path, [FORMAT])
-        found = header.get("permutation")
-        return found if isinstance(found, dict) else None
-
     @classmethod
-    def load(cls, path: str | Path, identity: Mapping[str, Any], logits: Tensor) -> "Checkpoint":
-        """Read it; raises where it belongs to another run."""
+    def load(cls, path: str | Path, identity: Mapping[str, Any], logits: Tensor) -> "RunState":
+        """Read the file; raises `FileError` if it is damaged or belongs to another run."""
         _, header, tensors = storage.read(path, [FORMAT])
         theirs = header.get("identity")
         if not isinstance(theirs, dict):
@@ -62,9 +50,9 @@ class Checkpoint:
         there, here = _flat(theirs), _flat(identity)
         if different := [key for key in here | there if here.get(key) != there.get(key)]:
             shown = [f"{key} ({_brief(there.get(key))} there, {_brief(here.get(key))} here)" for key in different]
-            raise MaskError(
-                f"{path} is a checkpoint of another run: {listed(shown, 4)} differ; "
-                f"resume with the same settings, or start anew with another checkpoint file"
+            raise FileError(
+                f"{path} is the state of another run: {listed(shown, 4)} differ; "
+                f"resume with the same settings, or start a new run with another run_state="
             )
         numbers = [header.get(key) for key in ("step", "batches", "seconds")]
         shapes = {tuple(tensors[name].shape) if name in tensors else None for name in _TENSORS}
@@ -83,26 +71,63 @@ class Checkpoint:
         )
 
 
+@dataclass(frozen=True)
+class RunFile:
+    """Where a run saves its state and how often, with the parts of the state that do not change."""
+
+    path: Path
+    save_every: float  # seconds
+    identity: dict[str, Any]
+    permutation: dict[str, Any] | None
+
+    def save(self, optimizer: torch.optim.Optimizer, logits: Tensor, step: int, batches: int, seconds: float) -> None:
+        """Save the state of the run."""
+        averages = optimizer_state(optimizer, logits)
+        RunState(self.identity, step, batches, seconds, logits.detach(), *averages, self.permutation).save(self.path)
+
+    def restore_(self, optimizer: torch.optim.Optimizer, logits: Tensor) -> RunState:
+        """Load the state, and put its logits and averages in place."""
+        state = RunState.load(self.path, self.identity, logits)
+        restore_(optimizer, logits, state)
+        return state
+
+
+def check_new(path: str | Path) -> None:
+    """Raise `FileError` if a new run would overwrite the state of another one."""
+    if Path(path).exists():
+        raise FileError(
+            f"{path} holds the state of a run: continue it with resume=True, delete the file to start again, "
+            f"or choose another run_state="
+        )
+
+
+def saved_permutation(path: str | Path) -> dict[str, Any] | None:
+    """Return what a run state says about channel orders; None if the run made no search."""
+    _, header, _ = storage.read(path, [FORMAT])
+    found = header.get("permutation")
+    return found if isinstance(found, dict) else None
+
+
 def optimizer_state(optimizer: torch.optim.Optimizer, logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Adam's two averages; zeros before the first step."""
+    """Return Adam's two averages; zeros before the first step."""
     state = optimizer.state.get(logits, {})
     return tuple(state.get(key, torch.zeros_like(logits)) for key in ("exp_avg", "exp_avg_sq"))
 
 
-def restore_(optimizer: torch.optim.Optimizer, logits: Tensor, checkpoint: Checkpoint) -> None:
-    """Put logits and averages back."""
+def restore_(optimizer: torch.optim.Optimizer, logits: Tensor, state: RunState) -> None:
+    """Restore logits and averages."""
     with torch.no_grad():
-        logits.copy_(checkpoint.logits)
-    if checkpoint.step:
+        logits.copy_(state.logits)
+    if state.step:
         optimizer.state[logits] = {
-            "step": torch.tensor(float(checkpoint.step), device=logits.device if logits.is_cuda else None),
-            "exp_avg": checkpoint.exp_avg.to(logits),
-            "exp_avg_sq": checkpoint.exp_avg_sq.to(logits),
+            "step": torch.tensor(float(state.step), device=logits.device if logits.is_cuda else None),
+            "exp_avg": state.exp_avg.to(logits),
+            "exp_avg_sq": state.exp_avg_sq.to(logits),
         }
 
 
 def _flat(identity: Mapping[str, Any]) -> dict[str, Any]:
-    """One level deep, so that a message can name the setting or the layer."""
+    """The identity, flattened by one level so that a message can name the setting or the layer."""
     flat: dict[str, Any] = {}
     for key, value in identity.items():
         flat |= {f"{key}.{inner}": part for inner, part in value.items()} if isinstance(value, dict) else {key: value}

@@ -1,4 +1,4 @@
-"""Logits -> sampled masks. All randomness of learning is here, and comes from a seed, a step and a rank alone."""
+"""Sample masks from logits. All random numbers of learning derive from a seed, a step and a rank."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -14,14 +14,14 @@ from halve.masks.pattern import Pattern
 from halve.select.select import Choice
 
 Final = Literal["argmax", "sample"]
-FORBIDDEN = -1e4  # beside the logits, not among them: weight decay must not bring it back
-_STEP, _RANK = 1_000_003, 7_919  # spread the seeds of steps and ranks
-_TINY = 1e-30  # noise must stay finite: it may be multiplied by zero
+FORBIDDEN = -1e4  # added to the logits, not stored in them, where weight decay would shrink it
+_STEP, _RANK = 1_000_003, 7_919  # keep the seeds of steps and ranks apart
+_TINY = 1e-30  # keeps the noise finite, which may be multiplied by zero
 
 
 @dataclass(frozen=True)
 class Family:
-    """The layers of one pattern: their blocks lie one after another."""
+    """The layers of one pattern, whose blocks are concatenated."""
 
     pattern: Pattern
     names: tuple[str, ...]
@@ -29,12 +29,12 @@ class Family:
 
     @property
     def sizes(self) -> list[int]:
-        """Blocks of each layer."""
+        """Number of blocks of each layer."""
         return [layout.rows * layout.blocks for layout in self.layouts]
 
 
 class Sampler(nn.Module):
-    """Owns the logits of a whole model, one flat parameter, and samples masked weights from them.
+    """Owns the logits of all layers, one flat parameter, and samples masked weights from them.
 
     >>> choice = Choice("fc", "Linear", (2, 4), Pattern("2:4"), Layout("linear", (2, 4), 4), "")
     >>> sampler = Sampler([choice], {"fc": torch.ones(2, 4)}, {"fc": torch.zeros(2, 4)}, 1.0)
@@ -46,7 +46,7 @@ class Sampler(nn.Module):
     def __init__(
         self, choices: Sequence[Choice], weights: Mapping[str, Tensor], scores: Mapping[str, Tensor], alpha: float
     ) -> None:
-        """`scores` (not negative, of the weights' shapes) and the sharpness `alpha` say where the logits start."""
+        """Initialize the logits from `scores`, which are not negative, with sharpness `alpha`."""
         super().__init__()
         self.families = _families(choices)
         parts = []
@@ -58,7 +58,7 @@ class Sampler(nn.Module):
             self.register_buffer(f"table{index}", family.pattern.table().float().to(blocks.device), persistent=False)
             self.register_buffer(f"forbidden{index}", self._forbidden(index), persistent=False)
             for number, layout in enumerate(family.layouts):
-                if layout.channel_order is not None:  # made once: a step that is replayed cannot make it
+                if layout.channel_order is not None:  # a recorded step cannot create it
                     there, back = layout.orders(blocks.device)
                     self.register_buffer(f"order{index}_{number}", there, persistent=False)
                     self.register_buffer(f"inverse{index}_{number}", back, persistent=False)
@@ -68,11 +68,11 @@ class Sampler(nn.Module):
     def sample(
         self, *, temperature: float, seed: int, step: int, rank: int = 0, hard: bool = True, noise: float = 1.0
     ) -> dict[str, Tensor]:
-        """Masked weights by layer name: one Gumbel-Softmax sample, differentiable by the logits."""
+        """Return masked weights by layer name: one Gumbel-Softmax sample, differentiable with respect to the logits."""
         return self.masked(self.draw(seed, step, rank), temperature, noise, hard)
 
     def draw(self, seed: int, step: int, rank: int = 0) -> list[Tensor]:
-        """The Gumbel noise of one sample, for each family."""
+        """Draw the Gumbel noise of one sample, for each family."""
         generator = generator_of(self.logits.device, seed, step, rank)
         noises = [torch.empty_like(logits) for logits in self.split(self.logits.detach())]
         return [noise.exponential_(generator=generator).clamp_(min=_TINY).log_().neg_() for noise in noises]
@@ -80,7 +80,7 @@ class Sampler(nn.Module):
     def masked(
         self, gumbel: Sequence[Tensor], temperature: float | Tensor, noise: float | Tensor, hard: bool = True
     ) -> dict[str, Tensor]:
-        """Masked weights for noise that was drawn; `noise` scales it: without any, the likeliest codes are taken."""
+        """Return masked weights for given Gumbel noise, scaled by `noise`; zero selects the most likely codes."""
         result: dict[str, Tensor] = {}
         for index, logits in enumerate(self.legal_logits()):
             scaled = gumbel[index] * noise
@@ -93,7 +93,7 @@ class Sampler(nn.Module):
 
     @torch.no_grad()
     def masks(self, final: Final = "argmax", seed: int = 0) -> dict[str, Mask]:
-        """The final masks: the likeliest code of each block, or one last sample."""
+        """Return the final masks: the most likely code of each block, or one last sample."""
         result = {}
         generator = torch.Generator(self.logits.device).manual_seed(seed)
         for family, logits in zip(self.families, self.legal_logits(), strict=True):
@@ -106,12 +106,12 @@ class Sampler(nn.Module):
 
     @torch.no_grad()
     def codes(self) -> Tensor:
-        """The likeliest code of every block."""
+        """Return the most likely code of every block."""
         return torch.cat([logits.argmax(1) for logits in self.legal_logits()])
 
     @torch.no_grad()
     def entropy(self) -> float:
-        """Mean entropy of the choices over its maximum: 1 is undecided, 0 is decided."""
+        """Return the mean entropy of the codes relative to its maximum, from 0 (decided) to 1."""
         total, blocks = 0.0, 0
         for family, logits in zip(self.families, self.legal_logits(), strict=True):
             if family.pattern.count > 1:
@@ -121,13 +121,13 @@ class Sampler(nn.Module):
         return total / max(blocks, 1)
 
     def legal_logits(self) -> list[Tensor]:
-        """The logits of each family; codes that waste a place on a virtual column are far below all others."""
+        """Return the logits of each family, with codes that keep a virtual column far below all others."""
         offsets = [self.get_buffer(f"forbidden{index}") for index in range(len(self.families))]
         parts = zip(self.split(self.logits), offsets, strict=True)
         return [logits + offset if offset.numel() else logits for logits, offset in parts]
 
     def split(self, flat: Tensor) -> list[Tensor]:
-        """A flat tensor like the logits -> one (blocks, codes) view per family."""
+        """Split a flat tensor such as the logits into one (blocks, codes) view per family."""
         sizes = [(sum(family.sizes), family.pattern.count) for family in self.families]
         parts = torch.split(flat, [blocks * count for blocks, count in sizes])
         return [part.reshape(size) for part, size in zip(parts, sizes, strict=True)]
@@ -144,7 +144,7 @@ class Sampler(nn.Module):
         return result
 
     def _forbidden(self, index: int) -> Tensor:
-        """What is added to the logits, (blocks, codes); empty where nothing is padded."""
+        """Offsets of the logits, (blocks, codes); empty if no layer is padded."""
         family, table = self.families[index], self._table(index)
         if not any(layout.virtual for layout in family.layouts):
             return table.new_empty(0)
@@ -159,22 +159,22 @@ class Sampler(nn.Module):
 
 
 def generator_of(device: torch.device, seed: int, step: int, rank: int = 0) -> torch.Generator:
-    """All chance of one step on one rank."""
+    """Return the generator of all random numbers of one step on one rank."""
     return torch.Generator(device).manual_seed(seed + _STEP * (step + 1) + _RANK * rank)
 
 
 def relative(scores: Tensor) -> Tensor:
-    """Scores of blocks (blocks, M) over the mean size of their block's; a block of zeros stays zero."""
+    """Divide scores (blocks, M) by the mean magnitude of their block; a block of zeros stays zero."""
     return scores / scores.abs().mean(1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
 
 
 def glorot(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
-    """Normal numbers by Glorot's rule over blocks x codes, as the paper starts its logits."""
+    """Draw normal numbers with Glorot's deviation for (blocks, codes), as the paper initializes its logits."""
     return torch.randn(shape, generator=generator) * math.sqrt(2.0 / sum(shape))
 
 
 class _HardSample(torch.autograd.Function):
-    """Forward the code that Gumbel-Max draws, backward the gradient of Gumbel-Softmax (straight through)."""
+    """Gumbel-Max sample in the forward pass, gradient of Gumbel-Softmax in the backward pass (straight-through)."""
 
     @staticmethod
     def forward(ctx: Any, logits: Tensor, noise: Tensor, table: Tensor, temperature: float | Tensor) -> Tensor:

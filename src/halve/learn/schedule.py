@@ -1,16 +1,62 @@
-"""What changes from step to step of a run."""
+"""What changes along a run: temperature, noise, guidance and learning rate."""
 
+import math
+from dataclasses import dataclass
 from typing import Generic, NamedTuple, TypeVar
 
 from torch import Tensor
 
+from halve.learn.settings import Settings
+
+SETTLED = 0.8  # share of a run after which noise and guidance keep their final values
+
 Number = TypeVar("Number", float, Tensor)
 
 
-class Pace(NamedTuple, Generic[Number]):
-    """Plain numbers, or tensors that a recorded step reads."""
+class StepValues(NamedTuple, Generic[Number]):
+    """The scheduled values of one step: floats, or tensors that a recorded step reads."""
 
     temperature: Number
     noise: Number
-    guidance: Number  # how much features and scores count beside probabilities
+    guidance: Number  # weight of features and scores relative to probabilities
     lr: float
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The values that `settings` prescribe along a run. `fraction` is the share of the budget spent so far.
+
+    >>> Schedule(Settings(temperature=(4.0, 1.0))).temperature(0.5)
+    2.0
+    >>> [round(Schedule(Settings()).noise(fraction), 2) for fraction in (0.0, 0.4, 0.8, 1.0)]
+    [1.0, 0.5, 0.0, 0.0]
+    """
+
+    settings: Settings
+
+    def at(self, fraction: float, epoch: int) -> StepValues[float]:
+        """All values for a step."""
+        return StepValues(
+            self.temperature(fraction), self.noise(fraction), self.guidance(fraction), self.lr(fraction, epoch)
+        )
+
+    def temperature(self, fraction: float) -> float:
+        """Temperature of the Gumbel-Softmax: geometric from start to end."""
+        first, last = self.settings.temperatures
+        return float(first * (last / first) ** fraction)
+
+    def noise(self, fraction: float) -> float:
+        """Scale of the Gumbel noise: linear from start to end, which it reaches at 80 % of the run."""
+        first, last = self.settings.noises
+        return first + (last - first) * min(fraction / SETTLED, 1.0)
+
+    def guidance(self, fraction: float) -> float:
+        """Weight of features and scores: from 1 to 0, which it reaches at 80 % of the run."""
+        return 1 - min(fraction / SETTLED, 1.0)
+
+    def lr(self, fraction: float, epoch: int) -> float:
+        """Learning rate."""
+        settings = self.settings
+        if settings.schedule == "cosine":
+            return settings.lr * 0.5 * (1 + math.cos(math.pi * fraction))
+        return settings.lr * 0.1 ** (epoch // 3) if settings.schedule == "paper" else settings.lr

@@ -1,26 +1,30 @@
-"""The settings of a learning run: defaults, presets, schedules. What is here, and the data, decide the outcome."""
+"""The settings of a learning run: defaults, checks and presets. Together with the data they decide the outcome."""
 
 import dataclasses
 import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
-from halve.errors import ModelError, listed
+from halve.errors import OptionError, listed
 from halve.learn.objective import Match, Objective
 from halve.learn.sampling import Final
-from halve.learn.schedule import Pace
 from halve.masks.mask import MaskSet
 from halve.prune.score import ScoreFunction
 from halve.select.select import SelectOptions
 
 DEFAULT_MINUTES = 2.0
-SETTLED = 0.8  # share of a run after which noise and guidance stay at their last values
+LrSchedule = Literal["cosine", "constant", "paper"]
+
+_BUDGETS = ("steps", "epochs", "minutes")
+_POSITIVE = ("lr", "epochs", "minutes")
+_POSITIVE_INTEGERS = ("steps", "accumulate")
+_NOT_NEGATIVE = ("alpha", "weight_decay")
 
 
 class LearnOptions(SelectOptions, total=False):
-    """The options of `learn`: those of `select`, and the fields of `Settings`."""
+    """Keyword types of `learn`: the options of `select` and the fields of `Settings`, which a test keeps equal."""
 
     objective: str | Objective
     match: Match
@@ -35,7 +39,7 @@ class LearnOptions(SelectOptions, total=False):
     lr: float
     betas: tuple[float, float]
     weight_decay: float
-    schedule: Literal["cosine", "constant", "paper"]
+    schedule: LrSchedule
     steps: int | None
     epochs: float | None
     minutes: float | None
@@ -45,10 +49,10 @@ class LearnOptions(SelectOptions, total=False):
 
 @dataclass(frozen=True)
 class Settings:
-    """All that decides a run but model, selection and data."""
+    """Everything that decides a run besides model, selection and data. `learn` documents the fields."""
 
     objective: str | Objective = "distill"
-    match: Match = "all"
+    match: Match = "auto"
     features: tuple[str, ...] | None = None
     start: str | ScoreFunction | MaskSet = "magnitude"
     alpha: float = 8.0
@@ -60,7 +64,7 @@ class Settings:
     lr: float = 0.07
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.0
-    schedule: Literal["cosine", "constant", "paper"] = "cosine"
+    schedule: LrSchedule = "cosine"
     steps: int | None = None
     epochs: float | None = None
     minutes: float | None = None
@@ -68,44 +72,38 @@ class Settings:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        budgets = [name for name in ("steps", "epochs", "minutes") if getattr(self, name) is not None]
-        if len(budgets) > 1:
-            raise ModelError(f"give one budget, not {' and '.join(budgets)}")
-        numbers = ("alpha", "lr", "weight_decay", "accumulate", *budgets)
-        if bad := [name for name in numbers if not _is_number(getattr(self, name))]:
-            raise ModelError(f"{listed(bad)} must be finite numbers")
-        if not isinstance(self.seed, int) or not 0 <= self.seed < 2**62:
-            raise ModelError(f"seed={self.seed!r}: a whole number from 0 up to 2**62")
-        positive = [*budgets, "accumulate", "lr"]
-        if bad := [name for name in positive if not getattr(self, name) > 0]:
-            raise ModelError(f"{listed(bad)} must be positive")
-        if bad := [name for name in ("alpha", "weight_decay") if not getattr(self, name) >= 0]:
-            raise ModelError(f"{listed(bad)} must not be negative")
-        if bad := [
-            name for name in ("steps", "accumulate") if getattr(self, name) not in (None, int(getattr(self, name) or 0))
-        ]:
-            raise ModelError(f"{listed(bad)} must be whole numbers")
-        if len(self.betas) != 2 or not all(0 <= beta < 1 for beta in self.betas):
-            raise ModelError(f"betas={self.betas}: two numbers from 0 up to, but not including, 1")
-        fine = all(_is_number(value) and value > 0 for value in self.temperatures)
-        if len(self.temperatures) != 2 or not fine:
-            raise ModelError(
-                f"temperature {self.temperature}: a positive number, or one for the start and one for the end"
+        given = {name: getattr(self, name) for name in _BUDGETS if getattr(self, name) is not None}
+        if len(given) > 1:
+            raise OptionError(f"give one budget, got {' and '.join(f'{name}={given[name]!r}' for name in given)}")
+        for name in _POSITIVE:
+            self._require(name, lambda x: _is_number(x) and x > 0, "a positive number")
+        for name in _POSITIVE_INTEGERS:
+            self._require(name, lambda x: _is_number(x) and x == int(x) > 0, "a positive integer")
+        for name in _NOT_NEGATIVE:
+            self._require(name, lambda x: _is_number(x) and x >= 0, "a non-negative number")
+        self._require("seed", lambda x: isinstance(x, int) and 0 <= x < 2**62, "an integer from 0 to 2**62 - 1")
+        self._require("betas", lambda x: _is_pair(x, lambda b: 0 <= b < 1), "two numbers from 0 to below 1")
+        if not _is_pair(self.temperatures, lambda x: x > 0):
+            raise OptionError(
+                f"temperature must be a positive number or a pair (start, end) of them, got {self.temperature!r}"
             )
-        noises = self.noises
-        if len(noises) != 2 or not all(_is_number(value) and value >= 0 for value in noises):
-            raise ModelError(f"noise {self.noise}: 0 or more, or one number for the start and one for the end")
-        choices = {"schedule": ("cosine", "constant", "paper"), "final": ("argmax", "sample")}
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ModelError(f"{name}={getattr(self, name)!r}: there are {listed(allowed)}")
+        if not _is_pair(self.noises, lambda x: x >= 0):
+            raise OptionError(f"noise must be a non-negative number or a pair (start, end) of them, got {self.noise!r}")
+        self._require("schedule", lambda x: x in get_args(LrSchedule), f"one of {listed(get_args(LrSchedule))}")
+        self._require("final", lambda x: x in get_args(Final), f"one of {listed(get_args(Final))}")
+
+    def _require(self, name: str, allowed: Any, what: str) -> None:
+        value = getattr(self, name)
+        if not (allowed(value) or (value is None and name in _BUDGETS)):
+            raise OptionError(f"{name} must be {what}, got {value!r}")
 
     @classmethod
     def of(cls, options: Mapping[str, Any]) -> "Settings":
-        """From keyword arguments; unknown ones are named."""
+        """Settings from keyword arguments. Lists become tuples, as JSON has no tuples."""
         known = {field.name for field in dataclasses.fields(cls)}
         if unknown := sorted(options.keys() - known):
-            raise ModelError(f"learn has no option {listed(unknown)}; there are {listed(sorted(known), most=99)}")
+            names = sorted(known | SelectOptions.__annotations__.keys())
+            raise OptionError(f"learn has no option {listed(unknown)}; options are {listed(names, most=99)}")
         plain: dict[str, Any] = {
             key: tuple(value) if isinstance(value, list) else value for key, value in options.items()
         }
@@ -115,50 +113,27 @@ class Settings:
 
     @property
     def temperatures(self) -> tuple[float, float]:
-        """At the start and at the end."""
+        """Temperature at the start and at the end."""
         return self.temperature if isinstance(self.temperature, tuple) else (self.temperature, self.temperature)
-
-    def temperature_at(self, fraction: float) -> float:
-        """Geometric between start and end.
-
-        >>> Settings(temperature=(4.0, 1.0)).temperature_at(0.5)
-        2.0
-        """
-        first, last = self.temperatures
-        return float(first * (last / first) ** fraction)
 
     @property
     def noises(self) -> tuple[float, float]:
         """Scale of the Gumbel noise at the start and at the end."""
         return self.noise if isinstance(self.noise, tuple) else (self.noise, self.noise)
 
-    def noise_at(self, fraction: float) -> float:
-        """Linear from start to end, which is reached at four fifths of the run.
-
-        >>> [round(Settings().noise_at(fraction), 2) for fraction in (0.0, 0.4, 0.8, 1.0)]
-        [1.0, 0.5, 0.0, 0.0]
-        """
-        first, last = self.noises
-        return first + (last - first) * min(fraction / SETTLED, 1.0)
-
     @property
     def budget_minutes(self) -> float | None:
-        """Minutes that the run may take; None where steps or epochs are counted instead."""
+        """Minutes that the run may take; None if steps or epochs are counted instead."""
         return self.minutes or (DEFAULT_MINUTES if self.steps is None and self.epochs is None else None)
 
-    def pace_at(self, fraction: float, epoch: int) -> Pace[float]:
-        """What changes along the run."""
-        guidance = 1 - min(fraction / SETTLED, 1.0)
-        return Pace(self.temperature_at(fraction), self.noise_at(fraction), guidance, self.lr_at(fraction, epoch))
-
-    def lr_at(self, fraction: float, epoch: int) -> float:
-        """The learning rate after this fraction of the run, in this epoch."""
-        if self.schedule == "cosine":
-            return self.lr * 0.5 * (1 + math.cos(math.pi * fraction))
-        return self.lr * 0.1 ** (epoch // 3) if self.schedule == "paper" else self.lr
+    @property
+    def compares_features(self) -> bool:
+        """Whether the objective reads the features of blocks; a user's own objective may."""
+        distilled = self.objective == "distill" and self.match in ("auto", "outputs+features", "features")
+        return callable(self.objective) or distilled
 
     def described(self) -> dict[str, Any]:
-        """As plain JSON values, for recipes and checkpoints."""
+        """The settings as plain JSON values, for recipes and run states."""
         result = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         if callable(self.objective):
             result["objective"] = getattr(self.objective, "__name__", "function")
@@ -174,16 +149,21 @@ def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value)
 
 
-def preset_options(name: str | None) -> dict[str, Any]:
-    """The options of `learn` that a preset stands for.
+def _is_pair(value: Any, allowed: Any) -> bool:
+    pair = isinstance(value, tuple) and len(value) == 2
+    return pair and all(_is_number(number) and allowed(number) for number in value)
 
-    "paper" is the recipe of the paper's text on everything that it masks; BatchNorm stays frozen, which in its
-    published code it does not.
+
+def preset_options(name: str | None) -> dict[str, Any]:
+    """The options of `learn` that a preset sets.
+
+    "paper" is the recipe of the paper's text, on all layers that it masks. BatchNorm stays frozen, unlike in the
+    paper's published code.
     """
     if name is None:
         return {}
     if name != "paper":
-        raise ModelError(f"unknown preset {name!r}; there is 'paper'")
+        raise OptionError(f"unknown preset {name!r}; the only preset is 'paper'")
     return {
         "order": "flat",
         "remainder": "pad",
@@ -202,7 +182,7 @@ def preset_options(name: str | None) -> dict[str, Any]:
 
 
 def split_options(options: Mapping[str, Any]) -> tuple[SelectOptions, dict[str, Any]]:
-    """Keyword arguments of `learn` -> options of `select`, settings."""
-    where = {key: value for key, value in options.items() if key in SelectOptions.__annotations__}
-    how = {key: value for key, value in options.items() if key not in where}
-    return cast(SelectOptions, where), how
+    """Split the keyword arguments of `learn` into options of `select` and settings."""
+    selection = {key: value for key, value in options.items() if key in SelectOptions.__annotations__}
+    settings = {key: value for key, value in options.items() if key not in selection}
+    return cast(SelectOptions, selection), settings

@@ -1,4 +1,4 @@
-"""Batches without end from data that can be iterated over again; counts epochs, skips what a resumed run has seen."""
+"""An endless stream of batches that counts epochs and can skip what a resumed run has seen."""
 
 from collections.abc import Iterator, Sized
 from itertools import chain
@@ -7,41 +7,49 @@ from typing import Any
 from halve.batches import as_batches, iterate
 
 
-class Feed:
-    """`next()` gives the next batch of this rank; raises `StopIteration` when the data runs dry.
+class BatchStream:
+    """The batches of one process, pass after pass over the data.
+
+    The data is not iterated over before the first batch is asked for: a DataLoader with persistent workers has a single
+    iterator, and whoever reads the loader in between would reset it.
 
     >>> import torch
-    >>> feed = Feed(torch.zeros(100, 3, 8, 8))
-    >>> [len(feed.next()) for _ in range(3)], feed.epoch
+    >>> stream = BatchStream(torch.zeros(100, 3, 8, 8))
+    >>> [len(stream.next()) for _ in range(3)], stream.epoch
     ([64, 36, 64], 1)
     """
 
-    def __init__(self, data: Any, rank: int = 0, ranks: int = 1) -> None:
-        self._data, self._rank, self._ranks = as_batches(data), rank, ranks
-        self._batches: Iterator[Any] = iter(self._data)
-        self.again = self._batches is not self._data  # whether a second pass gives batches again
+    def __init__(self, data: Any, rank: int = 0, processes: int = 1) -> None:
+        self._data, self._rank, self._processes = as_batches(data), rank, processes
+        self._iterator: Iterator[Any] | None = None
         self.epoch = self.taken = 0
-        self._gave = False  # whether this pass over the data gave anything
+        self._gave = False  # whether this pass gave any batch
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the data can be iterated over again; an iterator cannot."""
+        return not isinstance(self._data, Iterator)
 
     @property
     def length(self) -> int | None:
-        """Batches of this rank in an epoch, None where the data does not say."""
+        """Batches per epoch and process; None if the data does not say."""
         if not isinstance(self._data, Sized):
             return None
         try:
-            return len(self._data) // self._ranks
-        except TypeError:  # a DataLoader over a stream has a __len__ that raises
+            return len(self._data) // self._processes
+        except TypeError:  # a DataLoader over an IterableDataset has a __len__ that raises
             return None
 
     def peek(self) -> Any:
-        """The batch that comes next, which still comes; the same on all ranks. Raises `DataError` where none does."""
-        batch = next(iterate(self._batches))
-        self._batches = chain([batch], self._batches)
+        """The next batch, without taking it; the same on all processes. Raises `DataError` if there is none."""
+        batches = self._opened()
+        batch = next(iterate(batches))
+        self._iterator = chain([batch], batches)
         return batch
 
     def next(self) -> Any:
-        """The next batch of this rank: every rank takes each `ranks`-th."""
-        group = [self._one() for _ in range(self._ranks)]
+        """The next batch of this process. Raises `StopIteration` when the data is exhausted."""
+        group = [self._next() for _ in range(self._processes)]  # the processes take turns
         self.taken += 1
         return group[self._rank]
 
@@ -50,12 +58,17 @@ class Feed:
         for _ in range(batches):
             self.next()
 
-    def _one(self) -> Any:
-        for batch in self._batches:
+    def _opened(self) -> Iterator[Any]:
+        if self._iterator is None:
+            self._iterator = iter(self._data)
+        return self._iterator
+
+    def _next(self) -> Any:
+        for batch in self._opened():
             self._gave = True
             return batch
-        if not self.again or not self._gave:
+        if not self.repeats or not self._gave:
             raise StopIteration
         self.epoch += 1
-        self._batches, self._gave = iter(self._data), False
-        return self._one()
+        self._iterator, self._gave = iter(self._data), False
+        return self._next()

@@ -1,4 +1,4 @@
-"""halve select, halve prune."""
+"""halve prune."""
 
 from typing import Annotated
 
@@ -11,43 +11,6 @@ from halve.errors import DataError
 from halve.prune.scores import SCORES
 
 
-def select(
-    model: o.Model,
-    weights: o.Weights = None,
-    pattern: o.PatternOption = None,
-    include: o.Include = None,
-    exclude: o.Exclude = None,
-    also: o.Also = None,
-    order: o.OrderOption = "channels",
-    remainder: o.Remainder = "skip",
-    json: o.Json = False,
-) -> None:
-    """Show every layer of a model, masked or not, and why.
-
-    \b
-    halve select torchvision:resnet50 --exclude 'layer1.*'
-    """
-    opened = o.open_model(model, weights, "cpu")
-    chosen = halve.select(opened.model, **o.selection(pattern, include, exclude, also, order, remainder))
-    rows = [
-        (c.name, c.type, "x".join(map(str, c.shape)), str(c.pattern or "dense"), show.as_options(c.reason))
-        for c in chosen
-    ]
-    if json:
-        keys = ("layer", "type", "shape", "pattern", "reason")
-        show.as_json(
-            [dict(zip(keys, row, strict=True)) | {"masked": c.masked} for row, c in zip(rows, chosen, strict=True)]
-        )
-        return
-    show.table(model, ("layer", "type", ">weights", "pattern", "why"), rows)
-    inside = sum(c.layout.weights for c in chosen if c.layout)
-    total = sum(p.numel() for p in opened.model.parameters())
-    show.say(
-        f"{len(chosen.masked)} of {len(chosen)} layers masked, "
-        f"{show.percent(inside / max(total, 1), 1)} of all parameters"
-    )
-
-
 def prune(
     model: o.Model,
     weights: o.Weights = None,
@@ -56,7 +19,7 @@ def prune(
     ] = "magnitude",
     data: o.OptionalData = None,
     recalibrate: Annotated[
-        bool, typer.Option(help="Measure BatchNorm statistics on --data; they go into the mask file.")
+        bool, typer.Option(help="Measure BatchNorm statistics on --data and store them in the mask file.")
     ] = False,
     permute: o.Permute = False,
     permute_seconds: o.PermuteSeconds = 120.0,
@@ -78,7 +41,7 @@ def prune(
     device: o.Device = "auto",
     json: o.Json = False,
 ) -> None:
-    """Choose masks at once, by a score, and write them to a file beside the checkpoint.
+    """Choose masks by a score, without learning, and write them to a file beside the checkpoint.
 
     \b
     halve prune zoo.py:net --weights net.safetensors --score wanda --data photos/ --recalibrate
@@ -106,12 +69,8 @@ def prune(
     masks.save(path)
     permuted = masks.recipe["permute"]
     if json:
-        told = {"file": str(path), "layers": len(masks), "weights": masks.weights, "density": masks.density}
-        show.as_json(told | ({"permute": permuted} if permuted else {}))
+        show.as_json(show.described(masks, path) | ({"permute": permuted} if permuted else {}))
         return
     if permuted:
         show.permuted(permuted)
-    show.say(
-        f"{path}: {len(masks)} layers, {masks.weights:,} weights, {show.percent(masks.density, 1)} kept, "
-        f"{show.size(path.stat().st_size)} on disk"
-    )
+    show.say(show.saved(masks, path))
