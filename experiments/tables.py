@@ -133,7 +133,7 @@ def gpu_layers() -> str:
             kinds.setdefault(kind, {}).setdefault(record["batch"], []).append(record)
     heads = " | ".join(f"batch {batch}" for batch in LAYER_BATCHES)
     lines = [
-        f"| library / our kernel with all weights / with half, microseconds | layers | {heads} |",
+        f"| library / our kernel dense / sparse, microseconds | layers | {heads} |",
         "|---" * (2 + len(LAYER_BATCHES)) + "|",
     ]
     for (network, shape), found in kinds.items():
