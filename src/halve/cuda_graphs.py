@@ -29,8 +29,14 @@ def record(
             run()
     torch.cuda.current_stream(device).wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
-    with _no_garbage_collection(), torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
-        result = run()
+    # cuBLAS keeps a workspace per stream. One from before the recording would not belong to the graph: whoever clears
+    # workspaces later, as torch.compile does, would free memory that the graph still writes to.
+    torch._C._cuda_clearCublasWorkspaces()
+    try:
+        with _no_garbage_collection(), torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+            result = run()
+    finally:
+        torch._C._cuda_clearCublasWorkspaces()  # what the graph owns must not serve others
     return graph, result
 
 
@@ -53,9 +59,11 @@ def autotuned_cudnn() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Freeing tensors of other streams while a graph is recorded would break the recording."""
+    """Freeing tensors of other streams while a graph is recorded would break the recording.
+
+    Collecting first is not needed for that, and takes half a second where torch.export has left many objects.
+    """
     enabled = gc.isenabled()
-    gc.collect()
     gc.disable()
     try:
         yield

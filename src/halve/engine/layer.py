@@ -35,7 +35,7 @@ class Layer(nn.Module):
         self.dtype = weight.dtype if weight is not None else dtype or torch.float32
         self.is_2_4 = weight is not None and getattr(operation, "groups", 1) == 1 and _is_2_4(weight)
         self.kernels: dict[int, Kernel] = {}  # input size -> kernel
-        self._forms: dict[str, tuple[str, ...]] = {}  # family -> names of its tensors
+        self._forms: dict[str, dict[str, str]] = {}  # family -> tensor -> its buffer
         self._hold_form(FALLBACK.family, dict(tensors))
 
     @property
@@ -53,7 +53,8 @@ class Layer(nn.Module):
 
     def packed(self, family: str) -> dict[str, Tensor]:
         """The tensors in a form that is held."""
-        return {name: self.get_buffer(f"{family}_{name}") for name in self._forms[family]}
+        buffers = self._buffers
+        return {name: buffers[key] for name, key in self._forms[family].items()}  # type: ignore[misc]
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors in canonical form."""
@@ -107,8 +108,8 @@ class Layer(nn.Module):
             self._hold_form(family, tensors)
         for family in [*self._forms]:
             if family not in wanted:
-                for name in self._forms.pop(family):
-                    delattr(self, f"{family}_{name}")
+                for key in self._forms.pop(family).values():
+                    delattr(self, key)
 
     def use(self, kernels: Mapping[int, Kernel]) -> None:
         """Run on these kernels from now on: input size -> kernel."""
@@ -117,9 +118,9 @@ class Layer(nn.Module):
 
     def _hold_form(self, family: str, tensors: Mapping[str, Tensor]) -> None:
         packed = FAMILIES[family].pack(self.operation, tensors)
+        self._forms[family] = {name: f"{family}_{name}" for name in packed}
         for name, tensor in packed.items():
-            self.register_buffer(f"{family}_{name}", tensor)
-        self._forms[family] = tuple(packed)
+            self.register_buffer(self._forms[family][name], tensor)
 
     def _apply(self, *args: Any, **kwargs: Any) -> "Layer":
         before = {name: buffer.stride() for name, buffer in self._buffers.items() if buffer is not None}
