@@ -125,7 +125,7 @@ def speed_brief() -> str:
     sparsity = [
         f"{ms[network, batch, 'halve_dense'] / ms[network, batch, 'halve']:.2f}x ({name_of(network)})"
         for network, batch in shown
-        if batch == 1
+        if batch == 1 and (network, batch, "halve_dense") in ms
     ]
     note = prose(
         f"{measured_on(recorded('benchmarks/results/gpu.json'))}; float16, 224 px. *Best dense* is the same folded and "
@@ -234,7 +234,7 @@ def speed_notes() -> str:
     adds = {
         network: ms[network, batch, "halve_dense"] / ms[network, batch, "halve"]
         for network, batch in networks_and_batches()
-        if batch == 1
+        if batch == 1 and (network, batch, "halve_dense") in ms
     }
     semi = [
         ms[network, batch, "torch_semi_structured"] / ms[network, batch, "halve"]
