@@ -10,6 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from halve.engine import saved
+from halve.learn import run_state
+from halve.masks import file, packed
+
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "docs/guide.md", "docs/engine.md"]
 WITHOUT_EXAMPLES = [
@@ -57,6 +61,15 @@ def test_tables_are_the_recorded_results(monkeypatch):
     for name in tables.TABLES:
         path, now, wanted = tables.written(name)
         assert now == wanted, f"run {sys.executable} experiments/tables.py: {path.name} differs"
+
+
+def test_the_versions_of_file_formats_are_the_current_ones():
+    table = re.findall(
+        r"^\| `NAME([\w.]+)` \| (?:`([\w.]+)`)? *\| (\d+) \|", (ROOT / "docs/file-format.md").read_text(), re.M
+    )
+    formats = [(file.SUFFIX, file.FORMAT), (packed.SUFFIX, packed.FORMAT), (run_state.SUFFIX, run_state.FORMAT)]
+    wanted = [(suffix, kind.name, str(kind.version)) for suffix, kind in formats]
+    assert table == [*wanted, (".pt2", "", str(saved.VERSION))]
 
 
 def test_the_picture_is_well_formed():
