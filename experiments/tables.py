@@ -74,26 +74,17 @@ def headline() -> str:
     minutes = statistics.mean(r["seconds"] for r in learned(cifar[0])) / 60
     bits, megabytes = mask_file()
     gpu = recorded("benchmarks/results/gpu.json")[0]
-    rows = [
-        [
-            f"**{percent(cifar, 'halve'):.1f} %**",
-            f"top-1 of a 2:4 ResNet-20 on CIFAR-10 (dense {percent(cifar, 'dense'):.1f} %, keeping the largest weights "
-            f"{percent(cifar, 'magnitude'):.1f} %). The mask was learned in {minutes:.0f} minutes on one GPU, without "
-            f"labels.",
-        ],
-        [
-            f"**{percent(photos, 'halve'):.0f} %**",
-            f"of {photos[1].replace(' of ', ' from ')} get the same prediction from a 2:4 {name_of(photos[0])} as from "
-            f"the dense one ({percent(photos, 'magnitude'):.0f} % if the largest weights are kept).",
-        ],
-        [
-            f"**{span(speedups(1, 1))}x**",
-            f"the speed of the best dense version at batch 1, and {span(speedups(8))}x at batch 8 and above "
-            f"({_networks()}, {gpu['dtype']}, {gpu['hardware']}).",
-        ],
-        [f"**{bits:.2f} bits**", f"per weight is the size of a mask file: {megabytes:.1f} MB for ResNet-50."],
+    items = [
+        f"- **{percent(cifar, 'halve'):.1f} % top-1** for a 2:4 ResNet-20 on CIFAR-10, where the dense network has "
+        f"{percent(cifar, 'dense'):.1f} %. The mask was learned in {minutes:.0f} minutes on one GPU, without labels. "
+        f"Keeping the largest weights gives {percent(cifar, 'magnitude'):.1f} %.",
+        f"- **{percent(photos, 'halve'):.0f} % of predictions unchanged** in a 2:4 {name_of(photos[0])}, on "
+        f"{photos[1]}. Keeping the largest weights leaves {percent(photos, 'magnitude'):.0f} % unchanged.",
+        f"- **{span(speedups(1, 1))}x the speed** of the best dense version at batch 1, and {span(speedups(8))}x at "
+        f"batch 8 and above ({_networks()}, {gpu['dtype']}, {gpu['hardware']}).",
+        f"- **{bits:.2f} bits per weight** for the mask file: {megabytes:.1f} MB for ResNet-50.",
     ]
-    return table(["", ""], rows)
+    return "\n".join(map(prose, items))
 
 
 def _networks() -> str:
