@@ -1,11 +1,11 @@
-# Everything runs in the virtual environment .venv; nothing outside .venv and demo-out is changed.
+# Everything runs in a virtual environment of its own; nothing outside .venv and demo-out is touched.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
 .PHONY: demo test check bench clean
 
-demo: $(VENV)/demo.installed        ## all steps on built-in data: train, learn, evaluate, verify
+demo: $(VENV)/demo.installed        ## the whole way on built-in data: train, prune, evaluate, verify
 	$(BIN)/halve demo --out demo-out
 
 test: $(VENV)/dev.installed         ## all tests
