@@ -1,14 +1,33 @@
-"""Write the tables in README and docs from the recorded results. A test checks that they are up to date.
+"""Write every published number and table from the recorded results. A test checks that they are up to date.
 
 python experiments/tables.py
 """
 
-import json
 import statistics
+import textwrap
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).parent.parent
-NAMES = {"cifar_resnet20": "ResNet-20", "cifar_resnet56": "ResNet-56", "resnet50_v1": "ResNet-50"}
+from figure import figure
+from records import (
+    METRICS,
+    ROOT,
+    accuracies,
+    accuracy_rows,
+    learned,
+    mask_file,
+    measured_on,
+    name_of,
+    networks_and_batches,
+    percent,
+    percents,
+    recorded,
+    span,
+    speedups,
+    times,
+)
+
 ONE_SHOT = {
     "random": "random",
     "magnitude": "magnitude",
@@ -25,158 +44,295 @@ METHODS = {
     "halve": "halve",
     "halve_recalibrated": "halve, recalibrated",
 }
-METRICS = {"top1": "top-1", "agreement": "agreement"}
+SYSTEMS = {
+    "eager": "eager",
+    "compile": "torch.compile",
+    "compile_freezing": "with freezing",
+    "best_dense": "best dense",
+    "halve_dense": "our kernels, dense",
+    "halve": "halve",
+}
+SHOWN_BATCHES = (1, 32, 256)
+
+
+def table(heads: list[str], rows: list[list[str]]) -> str:
+    """A Markdown table."""
+    lines = [f"| {' | '.join(cells)} |" for cells in [heads, *rows]]
+    return "\n".join([lines[0], "|" + "---|" * len(heads), *lines[1:]])
+
+
+def prose(text: str) -> str:
+    """A paragraph or list item in lines of readable length."""
+    indent = "  " if text.startswith("- ") else ""
+    return textwrap.fill(text, 130, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+
+
+def headline() -> str:
+    """Four numbers with their conditions."""
+    cifar = ("cifar_resnet20", "CIFAR-10 test", "top1")
+    photos = next(row for row in accuracy_rows() if row[2] == "agreement")
+    minutes = statistics.mean(r["seconds"] for r in learned(cifar[0])) / 60
+    bits, megabytes = mask_file()
+    gpu = recorded("benchmarks/results/gpu.json")[0]
+    items = [
+        f"- **{percent(cifar, 'halve'):.1f} % top-1** for a 2:4 ResNet-20 on CIFAR-10, where the dense network has "
+        f"{percent(cifar, 'dense'):.1f} %. The mask was learned in {minutes:.0f} minutes on one GPU, without labels. "
+        f"Keeping the largest weights gives {percent(cifar, 'magnitude'):.1f} %.",
+        f"- **{percent(photos, 'halve'):.0f} % of predictions unchanged** in a 2:4 {name_of(photos[0])}, on "
+        f"{photos[1]}. Keeping the largest weights leaves {percent(photos, 'magnitude'):.0f} % unchanged.",
+        f"- **{span(speedups(1, 1))}x the speed** of the best dense version at batch 1, and {span(speedups(8))}x at "
+        f"batch 8 and above ({_networks()}, {gpu['dtype']}, {gpu['hardware']}).",
+        f"- **{bits:.2f} bits per weight** for the mask file: {megabytes:.1f} MB for ResNet-50.",
+    ]
+    return "\n".join(map(prose, items))
+
+
+def _networks() -> str:
+    return " and ".join(dict.fromkeys(name_of(network) for network, _ in networks_and_batches()))
+
+
+def accuracy_brief() -> str:
+    """Learned masks in the README: mean over seeds."""
+    methods = ("dense", "magnitude", "halve")
+    rows = [
+        [f"{name_of(row[0])}, {row[1]}, {METRICS[row[2]]}", *(f"{percent(row, method):.1f}" for method in methods)]
+        for row in accuracy_rows()
+    ]
+    minutes = span([r["seconds"] / 60 for r in learned()], "{:.1f}")
+    note = f"Mean of {len({r['seed'] for r in learned()})} seeds, {minutes} minutes each on an NVIDIA H200."
+    return f"{table(['%', *(METHODS[method] for method in methods)], rows)}\n\n{note}"
+
+
+def speed_brief() -> str:
+    """Whole networks in the README."""
+    ms, rows = times(), []
+    shown = [(network, batch) for network, batch in networks_and_batches() if batch in SHOWN_BATCHES]
+    for network, batch in shown:
+        compiled = min(ms[network, batch, system] for system in ("compile", "compile_freezing"))
+        dense, ours = ms[network, batch, "best_dense"], ms[network, batch, "halve"]
+        cells = [f"{time:.3f}" for time in (compiled, dense, ours)]
+        rows.append([f"{name_of(network)}, batch {batch}", *cells, f"{dense / ours:.2f}x"])
+    heads = ["ms per batch", "torch.compile", "best dense", "halve", "over best dense"]
+    sparsity = [
+        f"{ms[network, batch, 'halve_dense'] / ms[network, batch, 'halve']:.2f}x ({name_of(network)})"
+        for network, batch in shown
+        if batch == 1 and (network, batch, "halve_dense") in ms
+    ]
+    note = prose(
+        f"{measured_on(recorded('benchmarks/results/gpu.json'))}; float16, 224 px. *Best dense* is the same folded and "
+        f"fused graph with every layer on its fastest dense kernel. At batch 1, sparsity itself makes the same kernels "
+        f"{' and '.join(sparsity)} faster; the rest of the gain is due to the kernels."
+    )
+    return f"{table(heads, rows)}\n\n{note}"
+
+
+def speed_limit() -> str:
+    """What the README says under "Limits"."""
+    small, large = span(speedups(1, 1)), span(speedups(8))
+    return prose(
+        f"- **Batch size.** The gain is {small}x at batch 1, but {large}x at batch 8 and above ({_networks()})."
+    )
+
+
+def accuracy() -> str:
+    """Accuracy of learned masks: mean over seeds, lowest and highest."""
+    methods = [method for method in METHODS if any(r["method"] == method for r in accuracies())]
+    rows = []
+    for row in accuracy_rows():
+        cells = []
+        for method in methods:
+            values = percents(row, method)
+            cell = f"{statistics.mean(values):.2f}" if values else ""
+            cells.append(cell + (f" ({span(values)})" if len(values) > 1 else ""))
+        rows.append([f"{name_of(row[0])}, {row[1]}, {METRICS[row[2]]}", *cells])
+    return table(["%", *(METHODS[method] for method in methods)], rows)
+
+
+def runs() -> str:
+    """How the learned masks of the table were made."""
+    rows = []
+    for network in dict.fromkeys(r["network"] for r in learned()):
+        found = learned(network)
+        settings = found[0]["settings"]
+        rows.append(
+            [
+                name_of(network),
+                span([r["seconds"] for r in found], "{:.0f}") + " s",
+                span([r["settings"]["steps_done"] for r in found], "{:,}"),
+                f"{settings['batch']} images of {settings['size']} px",
+                measured_on(found),
+            ]
+        )
+    return table(["network", "time", "steps", "batch", "measured on"], rows)
 
 
 def one_shot() -> str:
     """One-shot methods: share of magnitude kept, and accuracy without and with recalibration."""
-    records = json.loads((ROOT / "experiments/results/one_shot.json").read_text())
+    records = recorded("experiments/results/one_shot.json")
     found = {(r["network"], r["data"], r["method"]): r for r in records}
     columns = list(dict.fromkeys((r["network"], r["data"]) for r in records))
     metrics = {data: "agreement" if "500 classes" in data else "top1" for _, data in columns}
-    heads = [f"{NAMES[network]}, {data}: {METRICS[metrics[data]]}" for network, data in columns]
-    networks = ", ".join(dict.fromkeys(NAMES[network] for network, _ in columns))
+    heads = [f"{name_of(network)}, {data}: {METRICS[metrics[data]]}" for network, data in columns]
+    networks = ", ".join(dict.fromkeys(name_of(network) for network, _ in columns))
     dense = [1.0 if metrics[d] == "agreement" else found[n, d, "magnitude"]["dense_top1"] for n, d in columns]
-    lines = [
-        f"| %, without / with recalibration | magnitude kept: {networks} | {' | '.join(heads)} |",
-        "|---" * (len(heads) + 2) + "|",
-        f"| dense | 100 | {' | '.join(f'{100 * value:.1f}' for value in dense)} |",
-    ]
+    rows = [["dense", "100", *(f"{100 * value:.1f}" for value in dense)]]
     for method, name in ONE_SHOT.items():
         kept = {n: f"{100 * found[n, d, method]['kept_magnitude']:.1f}" for n, d in columns}
         cells = []
         for network, data in columns:
             both = [found.get((network, data, f"{method}{ending}")) for ending in ("", "_recalibrated")]
             cells.append(" / ".join(f"{100 * r[metrics[data]]:.1f}" for r in both if r is not None))
-        lines.append(f"| {name} | {', '.join(kept.values())} | {' | '.join(cells)} |")
-    counts = dict.fromkeys(f"{NAMES[r['network']]} {r['calibration_images']:,}" for r in records)
+        rows.append([name, ", ".join(kept.values()), *cells])
+    counts = dict.fromkeys(f"{name_of(r['network'])} {r['calibration_images']:,}" for r in records)
     hardware = sorted({f"{r['hardware']} (torch {r['versions']['torch']})" for r in records})
-    lines += ["", f"Calibration images: {', '.join(counts)}. Measured on {'; '.join(hardware)}."]
-    return "\n".join(lines)
-
-
-def accuracy() -> str:
-    """Accuracy of learned masks: mean over seeds, lowest and highest."""
-    records = json.loads((ROOT / "experiments/results/accuracy.json").read_text())
-    methods = [method for method in METHODS if any(r["method"] == method for r in records)]
-    lines = [f"| % | {' | '.join(METHODS[method] for method in methods)} |", "|---" * (len(methods) + 1) + "|"]
-    for network, data, metric in dict.fromkeys((r["network"], r["data"], r["metric"]) for r in records):
-        cells = []
-        for method in methods:
-            row = (network, data, metric, method)
-            values = [100 * r["value"] for r in records if (r["network"], r["data"], r["metric"], r["method"]) == row]
-            cell = f"{statistics.mean(values):.2f}" if values else ""
-            cells.append(cell + (f" ({min(values):.2f} to {max(values):.2f})" if len(values) > 1 else ""))
-        lines.append(f"| {NAMES[network]}, {data}, {METRICS[metric]} | {' | '.join(cells)} |")
-    learned = [r for r in records if r["method"] == "halve"]
-    seconds = [r["seconds"] for r in learned]
-    where = "; ".join(dict.fromkeys(f"{r['hardware']}, torch {r['versions']['torch']}, {r['date']}" for r in learned))
-    lines += [
-        "",
-        f"{len({r['seed'] for r in learned})} seeds, {min(seconds):.0f} to {max(seconds):.0f} s each: {where}.",
-    ]
-    return "\n".join(lines)
+    note = f"Calibration images: {', '.join(counts)}. Measured on {'; '.join(hardware)}."
+    heads = ["%, without / with recalibration", f"magnitude kept: {networks}", *heads]
+    return f"{table(heads, rows)}\n\n{note}"
 
 
 def learn_gpu() -> str:
-    """Time of a learning step on a GPU, compared with its peers."""
-    record = json.loads((ROOT / "benchmarks/results/learn_gpu.json").read_text())
+    """Time of a learning step on a GPU, compared with others."""
+    record = recorded("benchmarks/results/learn_gpu.json")
     ms = record["median_ms"]
-    lines = [
-        f"On an {record['hardware']} a learning step of ResNet-50 (batch {record['batch']}, {record['size']} px, bf16) "
-        f"takes {ms['halve']:.0f} ms, of",
-        f"which sampling is {100 * record['sampling_share']:.0f} %. The same step with dense trainable weights takes "
-        f"{ms['dense']:.0f} ms, and through unfold and",
-        f"matrix product, as in the paper's code, {ms['unfold']:.0f} ms (`benchmarks/bench_learn.py`, torch "
-        f"{record['versions']['torch']}, {record['date']}).",
+    rows = [
+        ["`halve.learn`, the default step", f"{ms['halve']:.0f} ms"],
+        ["the same with dense trainable weights", f"{ms['dense']:.0f} ms"],
+        ["unfold and matrix product, as in the paper's code", f"{ms['unfold']:.0f} ms"],
     ]
-    return "\n".join(lines)
-
-
-SYSTEMS = {
-    "eager": "eager",
-    "compile": "torch.compile",
-    "compile_freezing": "with freezing",
-    "best_dense": "best dense",
-    "halve_dense": "our kernel, dense",
-    "halve": "halve",
-}
+    note = (
+        f"ResNet-50, batch {record['batch']}, {record['size']} px, {record['precision']}; sampling is "
+        f"{100 * record['sampling_share']:.0f} % of our step ({measured_on([record])}; `benchmarks/bench_learn.py`)."
+    )
+    return f"{table(['one training step', 'time'], rows)}\n\n{note}"
 
 
 def gpu() -> str:
-    """Whole networks on a GPU: milliseconds per batch, and the speed-up over the best dense form."""
-    records = json.loads((ROOT / "benchmarks/results/gpu.json").read_text())
-    found = {(r["network"], r["batch"], r["system"]): r.get("median_ms") for r in records}
-    lines = [f"| ms per batch | {' | '.join(SYSTEMS.values())} | over best dense |", "|---" * (len(SYSTEMS) + 2) + "|"]
-    for network, batch in dict.fromkeys((r["network"], r["batch"]) for r in records):
-        times = [found.get((network, batch, system)) for system in SYSTEMS]
-        dense, ours = (found.get((network, batch, system)) for system in ("best_dense", "halve"))
+    """Whole networks on a GPU: milliseconds per batch, and the speed-up over the best dense version."""
+    ms, rows = times(), []
+    for network, batch in networks_and_batches():
+        found = [ms.get((network, batch, system)) for system in SYSTEMS]
+        dense, ours = (ms.get((network, batch, system)) for system in ("best_dense", "halve"))
         ratio = f"{dense / ours:.2f}x" if dense and ours else ""
-        cells = ["" if time is None else f"{time:.3f}" for time in times]
-        lines.append(f"| {network.replace('resnet', 'ResNet-')}, batch {batch} | {' | '.join(cells)} | {ratio} |")
-    runs = [f"{r['hardware']}, {r['dtype']}, 224 px, torch {r['versions']['torch']}, {r['date']}" for r in records]
-    lines += ["", "; ".join(dict.fromkeys(runs)) + "."]
-    return "\n".join(lines)
+        rows.append([f"{name_of(network)}, batch {batch}", *("" if t is None else f"{t:.3f}" for t in found), ratio])
+    records = recorded("benchmarks/results/gpu.json")
+    note = f"{measured_on(records)}; {records[0]['dtype']}, 224 px (`benchmarks/bench_gpu.py`)."
+    return f"{table(['ms per batch', *SYSTEMS.values(), 'over best dense'], rows)}\n\n{note}"
 
 
-LAYER_BATCHES = (1, 32, 256)
+def speed_notes() -> str:
+    """What sparsity itself adds, and how PyTorch's own 2:4 compares."""
+    ms = times()
+    adds = {
+        network: ms[network, batch, "halve_dense"] / ms[network, batch, "halve"]
+        for network, batch in networks_and_batches()
+        if batch == 1 and (network, batch, "halve_dense") in ms
+    }
+    semi = [
+        ms[network, batch, "torch_semi_structured"] / ms[network, batch, "halve"]
+        for network, batch in networks_and_batches()
+        if (network, batch, "torch_semi_structured") in ms
+    ]
+    words = " and ".join(f"{ratio:.2f}x on {name_of(network)}" for network, ratio in adds.items())
+    notes = [
+        f"- **Sparsity itself** (*our kernels, dense* over *halve*) is worth {words} at batch 1. The rest of the gain "
+        f"there is due to the kernels.",
+        f"- **PyTorch's own 2:4** (`to_sparse_semi_structured`) has no convolution. With all layers that it can run, "
+        f"ResNet-50 takes {span(semi, '{:.1f}')} times as long as with halve.",
+    ]
+    return "\n".join(map(prose, notes))
+
+
+def pool() -> str:
+    """Max pooling, which best dense uses too."""
+    records = recorded("benchmarks/results/pool.json")
+    ms = {(r["batch"], r["system"]): 1000 * r["median_ms"] for r in records}
+    rows = [
+        [f"batch {batch}", f"{ms[batch, 'torch']:.0f}", f"{ms[batch, 'halve']:.0f}"]
+        for batch in dict.fromkeys(r["batch"] for r in records)
+    ]
+    return (
+        f"{table(['microseconds', 'PyTorch', 'halve'], rows)}\n\n{measured_on(records)} (`benchmarks/bench_pool.py`)."
+    )
+
+
+def photos() -> str:
+    """How often half precision changes a prediction."""
+    records = recorded("benchmarks/results/photos.json")
+    names = {
+        "torch": "PyTorch",
+        "halve": "halve, planned kernels",
+        "halve, all sparse": "halve, all masked layers sparse",
+    }
+    flips = {(r["system"], r["dtype"]): r["flips"] for r in records}
+    dtypes = list(dict.fromkeys(r["dtype"] for r in records))
+    rows = [[name, *(f"{flips[system, dtype]:,}" for dtype in dtypes)] for system, name in names.items()]
+    count = records[0]["photos"]
+    note = f"{measured_on(records)} (`benchmarks/bench_photos.py`)."
+    return f"{table([f'changed predictions of {count:,}', *dtypes], rows)}\n\n{note}"
 
 
 def gpu_layers() -> str:
-    """Masked layers on a GPU: microseconds dense, on our kernel with all weights, and with half of them."""
-    records = json.loads((ROOT / "benchmarks/results/gpu_layers.json").read_text())
-    kinds: dict[tuple[str, str], dict[int, list[dict[str, float]]]] = {}
+    """Masked layers on a GPU: microseconds dense, on our kernels with all weights, and with half of them."""
+    records = recorded("benchmarks/results/gpu_layers.json")
+    kinds: dict[tuple[str, str], dict[int, list[dict[str, Any]]]] = {}
     names = {(r["network"], r["layer"]): r["shape"].replace(" at 1 x ", " at ") for r in records if r["batch"] == 1}
     for record in records:
         if record["sparse_ms"] is not None:
             kind = record["network"], names[record["network"], record["layer"]]
             kinds.setdefault(kind, {}).setdefault(record["batch"], []).append(record)
-    heads = " | ".join(f"batch {batch}" for batch in LAYER_BATCHES)
-    lines = [
-        f"| library / our kernel dense / sparse, microseconds | layers | {heads} |",
-        "|---" * (2 + len(LAYER_BATCHES)) + "|",
-    ]
+    rows = []
     for (network, shape), found in kinds.items():
         cells = []
-        for batch in LAYER_BATCHES:
+        for batch in SHOWN_BATCHES:
             if batch not in found:
                 cells.append("")
                 continue
-            times = [
+            means = [
                 statistics.mean(1000 * record[kind] for record in found[batch])
                 for kind in ("dense_ms", "our_dense_ms", "sparse_ms")
             ]
-            words = [f"{time:.1f}" if time < 10 else f"{time:.0f}" for time in times]
-            fastest = times.index(min(times))
+            words = [f"{time:.1f}" if time < 10 else f"{time:.0f}" for time in means]
+            fastest = means.index(min(means))
             words[fastest] = f"**{words[fastest]}**"
             cells.append(" / ".join(words))
-        name = f"{network.replace('resnet', 'ResNet-')} {shape}"
-        lines.append(f"| {name} | {max(map(len, found.values()))} | {' | '.join(cells)} |")
-    return "\n".join(lines)
+        rows.append([f"{name_of(network)} {shape}", str(max(map(len, found.values()))), *cells])
+    heads = ["library / our kernels dense / sparse, microseconds", "layers", *(f"batch {b}" for b in SHOWN_BATCHES)]
+    return f"{table(heads, rows)}\n\n{measured_on(records)}; {records[0]['dtype']}."
 
 
-TABLES = {
-    name: (ROOT / page, table)
-    for name, page, table in [
-        ("one_shot", "README.md", one_shot),
-        ("accuracy", "README.md", accuracy),
-        ("learn_gpu", "README.md", learn_gpu),
-        ("gpu", "README.md", gpu),
-        ("gpu_layers", "docs/engine.md", gpu_layers),
+TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
+    name: (ROOT / page, made)
+    for page, name, made in [
+        ("README.md", "headline", headline),
+        ("README.md", "accuracy_brief", accuracy_brief),
+        ("README.md", "speed_brief", speed_brief),
+        ("README.md", "speed_limit", speed_limit),
+        ("docs/accuracy.md", "accuracy", accuracy),
+        ("docs/accuracy.md", "runs", runs),
+        ("docs/accuracy.md", "one_shot", one_shot),
+        ("docs/accuracy.md", "learn_gpu", learn_gpu),
+        ("docs/speed.md", "gpu", gpu),
+        ("docs/speed.md", "speed_notes", speed_notes),
+        ("docs/speed.md", "gpu_layers", gpu_layers),
+        ("docs/speed.md", "pool", pool),
+        ("docs/speed.md", "photos", photos),
+        ("docs/halve.svg", "figure", figure),
     ]
 }
 
 
 def written(name: str) -> tuple[Path, str, str]:
     """The file of a table, its current text, and its text with the table up to date."""
-    path, table = TABLES[name]
+    path, made = TABLES[name]
+    if path.suffix == ".svg":
+        return path, path.read_text() if path.exists() else "", made()
     text = path.read_text()
     begin = f"<!-- {name}: begin (written by experiments/tables.py) -->\n"
     before, _, rest = text.partition(begin)
     _, end, after = rest.partition(f"<!-- {name}: end -->")
     if not end:
         raise SystemExit(f"{path} has no markers for the table {name}")
-    return path, text, f"{before}{begin}{table()}\n{end}{after}"
+    return path, text, f"{before}{begin}{made()}\n{end}{after}"
 
 
 if __name__ == "__main__":

@@ -1,7 +1,9 @@
 """What holds for the source as a whole: which way imports point, and what importing costs."""
 
 import ast
+import graphlib
 import inspect
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +13,7 @@ import pytest
 import halve
 
 SOURCE = Path(halve.__file__).parent
+CONTRIBUTING = Path(__file__).parent.parent / "CONTRIBUTING.md"
 FILES = sorted(SOURCE.rglob("*.py"))
 
 # Each room may import itself and what stands in an earlier line; CONTRIBUTING.md shows the same list.
@@ -31,6 +34,7 @@ ORDER = [
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 BESIDE = {"sources": {"errors", "version", "modules", "masks", "batches"}}
 TOP = {"__init__", "__main__"}  # the public names, and the door to the command line
+METHODS = [("halve.masks.mask", "halve.masks.file")]  # MaskSet.save, the counterpart of load: the only way back
 HEAVY = ("typer", "rich", "torchvision", "timm", "accelerate", "PIL", "sklearn")
 
 
@@ -38,8 +42,8 @@ def room_of(path):
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
-def imported_rooms(path):
-    """Rooms of halve that a file imports anywhere in it, with the line; '' is the package itself."""
+def imported_names(path):
+    """Dotted names in halve that a file imports anywhere in it, also inside of functions, with the line."""
     package = ("halve", *path.relative_to(SOURCE).parts[:-1])
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
@@ -47,12 +51,33 @@ def imported_rooms(path):
         elif isinstance(node, ast.ImportFrom):
             start = ".".join((*package[: len(package) - node.level + 1], node.module or "")) if node.level else None
             module = (start or node.module or "").rstrip(".")
-            names = [f"{module}.{alias.name}" for alias in node.names] if module == "halve" else [module]
+            names = [f"{module}.{alias.name}" for alias in node.names]
         else:
             continue
-        for name in names:
-            if name.split(".")[0] == "halve":
-                yield [*name.split("."), ""][1], node.lineno
+        yield from ((name, node.lineno) for name in names if name.split(".")[0] == "halve")
+
+
+def imported_rooms(path):
+    """Rooms of halve that a file imports, with the line; '' is the package itself."""
+    for name, line in imported_names(path):
+        yield [*name.split("."), ""][1], line
+
+
+def module_of(path):
+    return ".".join(("halve", *path.relative_to(SOURCE).with_suffix("").parts)).removesuffix(".__init__")
+
+
+def import_graph(files):
+    """For each module the modules that it imports; a name inside of a module counts as the module."""
+    known = {module_of(path) for path in files}
+    graph = {module_of(path): set() for path in files}
+    for path in files:
+        for name, _ in imported_names(path):
+            while name not in known:
+                name = name.rpartition(".")[0]
+            graph[module_of(path)].add(name)
+        graph[module_of(path)].discard(module_of(path))
+    return graph
 
 
 def may_import(room, other):
@@ -75,6 +100,53 @@ def test_imports_point_one_way(path):
     assert room in LEVEL or room in BESIDE or room in TOP, f"{room} has no place in the order of rooms"
     wrong = [f"line {line}: halve.{other}" for other, line in imported_rooms(path) if not may_import(room, other)]
     assert not wrong, f"{room} must not import {wrong}"
+
+
+def test_no_module_imports_itself_by_way_of_others():
+    graph = import_graph(FILES)
+    for module, other in METHODS:
+        graph[module].remove(other)
+    try:
+        graphlib.TopologicalSorter(graph).prepare()
+    except graphlib.CycleError as error:
+        pytest.fail(" imports ".join(reversed(error.args[1])))
+
+
+def test_the_search_for_cycles_finds_imports_inside_of_functions(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "SOURCE", tmp_path)
+    sources = {
+        "__init__": "from halve.one import f",
+        "one": "from halve import two\ndef f(): ...",
+        "two": "def g():\n    from .one import f",
+    }
+    for name, text in sources.items():
+        (tmp_path / f"{name}.py").write_text(text)
+    graph = import_graph(sorted(tmp_path.glob("*.py")))
+    assert graph == {"halve": {"halve.one"}, "halve.one": {"halve.two"}, "halve.two": {"halve.one"}}
+    with pytest.raises(graphlib.CycleError):
+        graphlib.TopologicalSorter(graph).prepare()
+
+
+def rooms():
+    """The folders and modules of the package, as CONTRIBUTING.md spells them."""
+    found = [
+        path for path in SOURCE.iterdir() if (path.is_dir() and path.name != "__pycache__") or path.suffix == ".py"
+    ]
+    return {path.name if path.is_file() else f"{path.name}/" for path in found}
+
+
+def test_contributing_shows_the_rooms_in_the_order_of_imports():
+    text = CONTRIBUTING.read_text()
+    [shown] = re.findall(r"^    (errors\b.*(?:\n    .+)*)", text, re.M)
+    levels = [set(re.findall(r"\w+", level)) for level in shown.split("->")]
+    assert levels == ORDER
+    table = text.partition("| room |")[2].partition("\n\n")[0]
+    listed = [name for cell in re.findall(r"^\| (`[^|]+`) \|", table, re.M) for name in re.findall(r"`([^`]+)`", cell)]
+    assert len(listed) == len(set(listed))
+    assert set(listed) == rooms()
+    names = [re.sub(r"\.py$|/$", "", name) for name in listed]
+    ranks = [LEVEL[name] for name in names if name in LEVEL]
+    assert ranks == sorted(ranks)
 
 
 def test_the_check_of_imports_sees_every_form(tmp_path, monkeypatch):

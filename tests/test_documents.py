@@ -1,41 +1,80 @@
 """What README and docs show is true: their examples run, their tables are the recorded results."""
 
-import importlib.util
+import contextlib
+import importlib
+import io
 import re
 import sys
+import xml.dom.minidom
 from pathlib import Path
 
 import pytest
 
+from halve.engine import saved
+from halve.learn import run_state
+from halve.masks import file, packed
+
 ROOT = Path(__file__).parent.parent
 PAGES = ["README.md", "docs/guide.md", "docs/engine.md"]
+WITHOUT_EXAMPLES = [
+    "docs/accuracy.md",
+    "docs/speed.md",
+    "docs/method.md",
+    "docs/file-format.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
+]
 
 
 @pytest.mark.parametrize("page", PAGES)
 @pytest.mark.filterwarnings("ignore::halve.errors.ChangedWeightsWarning", "ignore::halve.errors.EngineWarning")
-def test_the_python_examples_of_a_page_run_in_order(page, tmp_path, monkeypatch):
+def test_the_python_examples_of_a_page_run_in_order_and_print_what_is_shown(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
+    blocks = re.findall(r"```python\n(.*?)```(?:\s*```text\n(.*?)```)?", (ROOT / page).read_text(), re.S)
     assert blocks
     names = {}
-    for block in blocks:
-        exec(compile(block, page, "exec"), names)
+    for block, shown in blocks:
+        printed = io.StringIO()
+        with contextlib.redirect_stdout(printed):
+            exec(compile(block, page, "exec"), names)
+        assert not shown or printed.getvalue() == shown
 
 
-@pytest.mark.parametrize("page", [*PAGES, "docs/method.md", "docs/file-format.md", "CONTRIBUTING.md"])
+def anchors(path):
+    """What links can refer to: headings, as GitHub spells them."""
+    titles = re.findall(r"^#+ (.+)$", path.read_text(), re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("page", [*PAGES, *WITHOUT_EXAMPLES])
 def test_links_lead_somewhere(page):
     path = ROOT / page
-    for target in re.findall(r"\]\(([^)#:]+)\)", path.read_text()):
-        assert (path.parent / target).exists(), target
+    for target, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", path.read_text()):
+        linked = path.parent / target if target else path
+        assert linked.exists(), target
+        assert not anchor or anchor in anchors(linked), f"{target}#{anchor}"
 
 
-def test_tables_are_the_recorded_results():
-    spec = importlib.util.spec_from_file_location("tables", ROOT / "experiments" / "tables.py")
-    tables = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(tables)
+def test_tables_are_the_recorded_results(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "experiments")
+    tables = importlib.import_module("tables")
     for name in tables.TABLES:
         path, now, wanted = tables.written(name)
         assert now == wanted, f"run {sys.executable} experiments/tables.py: {path.name} differs"
+
+
+def test_the_versions_of_file_formats_are_the_current_ones():
+    table = re.findall(
+        r"^\| `NAME([\w.]+)` \| (?:`([\w.]+)`)? *\| (\d+) \|", (ROOT / "docs/file-format.md").read_text(), re.M
+    )
+    formats = [(file.SUFFIX, file.FORMAT), (packed.SUFFIX, packed.FORMAT), (run_state.SUFFIX, run_state.FORMAT)]
+    wanted = [(suffix, kind.name, str(kind.version)) for suffix, kind in formats]
+    assert table == [*wanted, (".pt2", "", str(saved.VERSION))]
+
+
+def test_the_picture_is_well_formed():
+    drawing = xml.dom.minidom.parse(str(ROOT / "docs" / "halve.svg"))
+    assert drawing.documentElement.tagName == "svg"
 
 
 def test_every_command_that_a_page_shows_exists():

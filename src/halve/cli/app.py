@@ -4,7 +4,7 @@ from typing import Annotated
 
 import typer
 
-from halve.cli import bench, compile, demo, evaluate, learn, masks, prune, select, verify
+from halve.cli import bench, compile, demo, evaluate, learn, masks, prune, select, show, verify
 from halve.version import VERSION
 
 COMMANDS = (
@@ -49,3 +49,8 @@ def _options(
     ] = False,
 ) -> None:
     pass
+
+
+show.know_options(
+    flag for command in typer.main.get_group(app).commands.values() for option in command.params for flag in option.opts
+)

@@ -1,6 +1,5 @@
 """Output for people and programs: tables and JSON on standard output, notes and errors on standard error."""
 
-import functools
 import json
 import re
 import sys
@@ -8,7 +7,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
@@ -17,6 +15,7 @@ from halve.errors import listed
 from halve.masks.mask import MaskSet
 
 OUT, ERR = Console(), Console(stderr=True)
+_option_names: list[str] = []  # of all commands, as Python spells them
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -36,27 +35,25 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
 def as_options(text: str) -> str:
     """Return a message of the library in the words of the command line.
 
+    >>> import halve.cli.app
     >>> as_options("classifier head (also='fc' masks it); classes= maps labels, max_drop=0.01 or resume=True")
     'classifier head (--also fc masks it); --classes maps labels, --max-drop 0.01 or --resume'
     """
+    if not _option_names:
+        return text
 
     def option(match: re.Match[str]) -> str:
         value = match["quoted"] or match["bare"] or ""
         name = f"--{match['name'].replace('_', '-')}"
         return name if value in ("", "True") else f"{name} {value}"
 
-    return re.sub(rf"\b(?P<name>{'|'.join(_option_names())})=(?:'(?P<quoted>[^']*)'|(?P<bare>[\w.-]+))?", option, text)
+    return re.sub(rf"\b(?P<name>{'|'.join(_option_names)})=(?:'(?P<quoted>[^']*)'|(?P<bare>[\w.-]+))?", option, text)
 
 
-@functools.cache
-def _option_names() -> list[str]:
-    """The options of all commands, as Python spells them; longer names first."""
-    from halve.cli.app import app  # which imports the commands, which import this module
-
-    commands = typer.main.get_group(app).commands.values()
-    flags = {flag for command in commands for option in command.params for flag in option.opts}
+def know_options(flags: Iterable[str]) -> None:
+    """Say which options the commands have, so that messages can name them; app.py does, which imports the commands."""
     names = {flag.removeprefix("--").replace("-", "_") for flag in flags if flag.startswith("--")}
-    return sorted(names, key=len, reverse=True)
+    _option_names[:] = sorted(names, key=len, reverse=True)  # longer names match first
 
 
 def say(text: str) -> None:

@@ -1,0 +1,98 @@
+"""The recorded results, as tables and figures need them."""
+
+import functools
+import json
+import statistics
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+NAMES = {"cifar_resnet20": "ResNet-20", "cifar_resnet56": "ResNet-56", "resnet50_v1": "ResNet-50"}
+METRICS = {"top1": "top-1", "agreement": "agreement"}
+
+
+@functools.cache
+def recorded(path: str) -> Any:
+    """The content of a JSON file in the repository."""
+    return json.loads((ROOT / path).read_text())
+
+
+def accuracies() -> list[dict[str, Any]]:
+    """One record per network, images, method and seed."""
+    return recorded("experiments/results/accuracy.json")
+
+
+def accuracy_rows() -> list[tuple[str, str, str]]:
+    """(network, images, metric) of everything that was measured."""
+    return list(dict.fromkeys((r["network"], r["data"], r["metric"]) for r in accuracies()))
+
+
+def percents(row: tuple[str, str, str], method: str) -> list[float]:
+    """What the seeds of a method reached, in percent."""
+    wanted = (*row, method)
+    return [100 * r["value"] for r in accuracies() if (r["network"], r["data"], r["metric"], r["method"]) == wanted]
+
+
+def percent(row: tuple[str, str, str], method: str) -> float:
+    """The mean over seeds, in percent."""
+    return statistics.mean(percents(row, method))
+
+
+def learned(network: str | None = None) -> list[dict[str, Any]]:
+    """One record for each run of `halve.learn`."""
+    runs = {
+        (r["network"], r["seed"]): r for r in accuracies() if r["method"] == "halve" and network in (None, r["network"])
+    }
+    return list(runs.values())
+
+
+def times() -> dict[tuple[str, int, str], float]:
+    """Milliseconds by (network, batch, system) on a GPU."""
+    records = recorded("benchmarks/results/gpu.json")
+    return {(r["network"], r["batch"], r["system"]): r["median_ms"] for r in records if r.get("median_ms")}
+
+
+def networks_and_batches() -> list[tuple[str, int]]:
+    return list(dict.fromkeys((r["network"], r["batch"]) for r in recorded("benchmarks/results/gpu.json")))
+
+
+def speedups(least: int = 1, most: int | None = None) -> list[float]:
+    """Speed-ups over the best dense version, for batch sizes from `least` to `most`."""
+    ms = times()
+    return [
+        ms[network, batch, "best_dense"] / ms[network, batch, "halve"]
+        for network, batch in networks_and_batches()
+        if least <= batch <= (most or batch)
+        and (network, batch, "best_dense") in ms
+        and (network, batch, "halve") in ms
+    ]
+
+
+def mask_file(network: str = "resnet50") -> tuple[float, float]:
+    """Size of a mask file: bits per weight, and megabytes."""
+    records = recorded("benchmarks/results/core.json")
+    record = next(r for r in records if r["network"] == network)
+    bits = record["file_bits_per_weight"]
+    return bits, bits * record["masked_weights"] / 8e6
+
+
+def name_of(network: str) -> str:
+    """What a network is called in print."""
+    known = NAMES | {"convnext_tiny": "ConvNeXt-T"}
+    return known.get(network, network.replace("resnet", "ResNet-"))
+
+
+def span(values: Iterable[float], form: str = "{:.2f}") -> str:
+    """The smallest and the largest of some numbers.
+
+    >>> span([1.358, 1.492]), span([2.0])
+    ('1.36 to 1.49', '2.00')
+    """
+    ends = [form.format(end(list(values))) for end in (min, max)]
+    return " to ".join(dict.fromkeys(ends))
+
+
+def measured_on(records: Iterable[dict[str, Any]]) -> str:
+    """Hardware, version and date of records."""
+    return "; ".join(dict.fromkeys(f"{r['hardware']}, torch {r['versions']['torch']}, {r['date']}" for r in records))
