@@ -1,4 +1,4 @@
-"""Networks that hold more than weights, and change it."""
+"""Networks with state that they change when they run."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def test_complex_numbers_stay_complex():
     same(Rotated(), torch.randn(2, 5, 16))
 
 
-def test_views_of_images_that_lie_channels_last():
+def test_views_of_channels_last_images():
     same(Net(lambda n, x: n.b(n.a(x)).view(x.size(0), -1)), images(2))
     last = images(2).contiguous(memory_format=torch.channels_last)
     fast = compiled(Net(lambda n, x: n.b(n.a(x)).view(x.size(0), -1)).eval(), halve.MaskSet({}), last)
@@ -50,7 +50,7 @@ class Counting(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["in place", "anew", "statistics"])
-def test_what_a_network_changes_in_itself_begins_where_the_model_is(how):
+def test_state_starts_from_that_of_the_model(how):
     fast = same(Counting(how), images(2) + 3, calls=3)
     assert "changes" in fast.plan.uncompiled["the network"]
     assert "not recorded" in fast.plan.uncompiled["CUDA graph"]
