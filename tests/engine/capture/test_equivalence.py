@@ -67,4 +67,4 @@ def test_code_that_treats_single_images_differently_needs_a_larger_example():
         def forward(self, x):
             return 2 * x if x.shape[0] == 1 else x
 
-    assert "one image differently" in checked(nn.Identity(), Net(), FREE, (torch.ones(1, 3),))
+    assert "single images differently" in checked(nn.Identity(), Net(), FREE, (torch.ones(1, 3),))

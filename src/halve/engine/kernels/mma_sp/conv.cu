@@ -208,7 +208,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv(const u16* __restrict
     int stage = 0;
     for (int step = team; step < steps; step += WARPS_K) {
         asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
-        wait_for_team(team);  // this tile has arrived, and nobody reads the one that is overwritten next
+        wait_for_team(team);  // this tile has arrived, and no thread still reads the one that is overwritten next
         copy(stage == 0 ? STAGES - 1 : stage - 1);
         load_weights(next, values, meta, tile, s.row_tiles, step + WARPS_K, steps, lane);
         const u32 from = base + (team * STAGES + stage) * STAGE_BYTES + (warp_n * WARP_N + lane % 8) * (TILE_K * 2);

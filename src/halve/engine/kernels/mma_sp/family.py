@@ -69,10 +69,11 @@ class _Mma(KernelFamily):
     def _convolve(self, inputs: Sequence[Tensor], packed: Tensors, convolution: Convolution, tile: str) -> Tensor:
         x, residual = inputs[0], inputs[1] if len(inputs) > 1 else None
         values, metadata, bias = packed["values"], packed.get("metadata"), packed.get("bias")
-        _check(x, values, metadata, bias, residual, convolution)
+        operands = launch.Operands(x, values, metadata, bias, residual)
+        _check(operands, convolution)
         if x.is_cuda:
             residual = None if residual is None else _readable(residual)
-            return launch.run(_readable(x), values, metadata, bias, residual, convolution, tile)
+            return launch.run(operands._replace(x=_readable(x), residual=residual), convolution, tile)
         weight = restored(values, metadata, convolution.weight_shape)
         y = F.conv2d(x, weight, None, convolution.stride, convolution.padding, convolution.dilation)
         if bias is not None:
@@ -112,15 +113,9 @@ def _as_image(x: Tensor) -> Tensor:
     return x.reshape(1, -1, 1, x.shape[-1]).permute(0, 3, 1, 2)
 
 
-def _check(
-    x: Tensor,
-    values: Tensor,
-    metadata: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    convolution: Convolution,
-) -> None:
+def _check(operands: launch.Operands, convolution: Convolution) -> None:
     """Raise `EngineError` if the kernel would misread the arguments or read out of bounds."""
+    x, values, metadata, bias, residual = operands
     rows, channels = convolution.rows, convolution.channels
     if x.dim() != 4 or x.shape[1] != channels:
         raise EngineError(f"the input must have shape (N, {channels}, H, W), got {tuple(x.shape)}")
@@ -129,8 +124,7 @@ def _check(
         raise EngineError(
             f"the residual must have the shape of the result, {tuple(expected)}, got {tuple(residual.shape)}"
         )
-    others = {"values": values, "metadata": metadata, "bias": bias, "residual": residual}
-    for name, tensor in others.items():
+    for name, tensor in operands._asdict().items():
         if tensor is not None and tensor.device != x.device:
             raise EngineError(f"the input is on {x.device}, the {name} on {tensor.device}: move the model or the input")
     for name, tensor in (("weight", values), ("residual", residual)):

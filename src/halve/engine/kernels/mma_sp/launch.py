@@ -132,20 +132,19 @@ def version() -> str:
     return jit.digest(_source(), repr(TILES))
 
 
-def run(
-    x: Tensor,
-    values: Tensor,
-    metadata: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    convolution: Convolution,
-    tile: str,
-) -> Tensor:
-    """Launch the kernel on the current stream.
+class Operands(NamedTuple):
+    """The tensors of one launch: on one GPU, images channels last, bias in float32."""
 
-    All tensors must be on one GPU, images channels last, the bias in float32. Without metadata, `values` is the packed
-    dense weight.
-    """
+    x: Tensor
+    values: Tensor  # without metadata, the packed dense weight
+    metadata: Tensor | None
+    bias: Tensor | None
+    residual: Tensor | None
+
+
+def run(operands: Operands, convolution: Convolution, tile: str) -> Tensor:
+    """Launch the kernel on the current stream."""
+    x, values, metadata, bias, residual = operands
     images, channels, height, width = x.shape
     rows, out_height, out_width = convolution.rows, *convolution.out_size(height, width)
     out = torch.empty((images, rows, out_height, out_width), dtype=x.dtype, device=x.device, memory_format=_NHWC)
