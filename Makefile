@@ -1,22 +1,22 @@
-# Everything runs in a virtual environment of its own; nothing outside .venv and demo-out is touched.
+# Everything runs in a virtual environment. Only .venv and demo-out are written.
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 
 .PHONY: demo test check bench clean
 
-demo: $(VENV)/demo.installed        ## the whole way on built-in data: train, prune, evaluate, verify
+demo: $(VENV)/demo.installed        ## end to end on built-in data: train, prune, evaluate, verify
 	$(BIN)/halve demo --out demo-out
 
-test: $(VENV)/dev.installed         ## all tests
+test: $(VENV)/dev.installed         ## run all tests
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n auto --maxprocesses 8 --dist worksteal
 
-check: $(VENV)/dev.installed        ## lint, format, types
+check: $(VENV)/dev.installed        ## lint, check formatting and types
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-bench: $(VENV)/dev.installed        ## measure, and write benchmarks/results
+bench: $(VENV)/dev.installed        ## run all benchmarks, write benchmarks/results
 	for script in benchmarks/bench_*.py; do $(BIN)/python $$script || exit 1; done
 
 clean:

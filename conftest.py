@@ -1,9 +1,9 @@
-"""For tests and for the examples in docstrings alike."""
+"""Setup for all tests and doctests."""
 
 import os
 
-# Tiny tensors gain nothing from threads, and threads that spin beside another busy process cost minutes. Set before
-# torch is imported, and inherited by the processes that tests start.
+# Threads do not speed up tiny tensors, and spinning threads are very slow next to another busy process. Set this before
+# importing torch. Subprocesses of tests inherit it.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
@@ -15,6 +15,6 @@ settings.load_profile("halve")
 
 
 @pytest.fixture(autouse=True)
-def same_chance() -> None:
-    """Every test and every example draws the same random numbers, in whatever order they run."""
+def fixed_seed() -> None:
+    """Make random numbers independent of the order of tests."""
     torch.manual_seed(0)

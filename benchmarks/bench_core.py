@@ -1,4 +1,4 @@
-"""How long select, prune, save, load, apply and verify take on torchvision networks with random weights.
+"""Time select, prune, save, load, apply and verify on torchvision networks with random weights.
 
     python benchmarks/bench_core.py
 

@@ -1,13 +1,12 @@
-"""Whole networks on a GPU: halve against eager, torch.compile, best dense, torch's own 2:4, and our kernels dense.
+"""Networks on a GPU: halve compared with eager, torch.compile, best dense, PyTorch's own 2:4, and our dense kernels.
 
     python benchmarks/bench_gpu.py [--networks resnet18 resnet50] [--batches 1 8 32 256] [--compile-batches 1 256]
                                    [--systems ...] [--size 224] [--dtype float16] [--seconds 0.3]
 
-Random weights and BatchNorm as it is initialised, masked by magnitude: no kernel's speed depends on which weights are
-kept. All systems of a batch size are timed in turns; torch.compile takes its time and is measured for some batch sizes
-alone. Writes benchmarks/results/gpu.json (one record per measurement) and gpu_layers.json (one per layer of each plan),
-in which networks and types that were not measured this time keep their records; does nothing without a GPU. Needs
-torch, torchvision, numpy and safetensors.
+Weights are random, masked by magnitude: the speed does not depend on which weights are kept. Systems are timed in
+interleaved rounds. torch.compile is slow to compile and only measured at --compile-batches. Writes
+benchmarks/results/gpu.json (one record per measurement) and gpu_layers.json (one per layer of each plan). Records of
+other networks and dtypes are kept. Does nothing without a GPU. Needs torch, torchvision, numpy and safetensors.
 """
 
 import argparse
@@ -28,7 +27,7 @@ COMPILED = ("compile", "compile_freezing")
 
 
 def measured(network: str, options: argparse.Namespace) -> list[Measurement]:
-    """One network: batch sizes with torch.compile, then those without."""
+    """Measure one network, first the batch sizes with torch.compile, then the others."""
     torch.manual_seed(0)
     model = torchvision.models.get_model(network, weights=None).cuda().eval()
     masks = halve.prune(model)
@@ -51,7 +50,7 @@ def measured(network: str, options: argparse.Namespace) -> list[Measurement]:
     return sorted(found, key=lambda one: one.batch)
 
 
-def tell(network: str, found: list[Measurement], seconds: float) -> None:
+def show(network: str, found: list[Measurement], seconds: float) -> None:
     print(f"{network}: {seconds:.0f} s", flush=True)
     for one in found:
         if one.median_ms is None:
@@ -66,17 +65,17 @@ def tell(network: str, found: list[Measurement], seconds: float) -> None:
         )
 
 
-def known(path: Path) -> list[dict[str, object]]:
-    """The records of earlier runs."""
+def read(path: Path) -> list[dict[str, object]]:
+    """The records of earlier runs; empty if there is no file."""
     records: list[dict[str, object]] = json.loads(path.read_text()) if path.exists() else []
     return records
 
 
 def write(path: Path, found: list[dict[str, object]]) -> None:
-    """Replace all that is known of this network in this type: times of several runs do not compare. Others stay."""
+    """Replace all records of these networks and dtypes, since times of different runs are not comparable."""
     path.parent.mkdir(parents=True, exist_ok=True)
     measured = {(record["network"], record["dtype"]) for record in found}
-    others = [record for record in known(path) if (record["network"], record["dtype"]) not in measured]
+    others = [record for record in read(path) if (record["network"], record["dtype"]) not in measured]
     path.write_text(json.dumps(sorted(others + found, key=lambda record: str(record["network"])), indent=1) + "\n")
 
 
@@ -88,7 +87,7 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", choices=list(SYSTEMS), default=list(SYSTEMS))
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--dtype", choices=["float16", "bfloat16", "float32"], default="float16")
-    parser.add_argument("--seconds", type=float, default=0.3, help="for each system and batch size")
+    parser.add_argument("--seconds", type=float, default=0.3, help="per system and batch size")
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu.json")
     parser.add_argument("--layers-out", type=Path, default=RESULTS / "gpu_layers.json")
     options = parser.parse_args()
@@ -96,12 +95,12 @@ def main() -> None:
         print("bench_gpu: no GPU, nothing measured")
         return
     for path in (options.out, options.layers_out):
-        known(path)  # a file that cannot be read is found out now, not after minutes
+        read(path)  # fail now rather than after minutes
     device = torch.device("cuda", torch.cuda.current_device())
     for network in options.networks:
         started = time.perf_counter()
         found = measured(network, options)
-        tell(network, found, time.perf_counter() - started)
+        show(network, found, time.perf_counter() - started)
         for path, kind in ((options.out, records), (options.layers_out, layer_records)):
             write(path, kind(found, network, getattr(torch, options.dtype), device))
 

@@ -1,13 +1,12 @@
-"""One learning step of ResNet-50 on a GPU, against dense trainable weights and against unfold + matmul.
+"""One learning step of ResNet-50 on a GPU, compared with training dense weights and with unfold + matmul.
 
     python benchmarks/bench_learn.py [--batch 256] [--size 224] [--steps 40] [--out FILE]
 
-All three distil from the dense network (whose pass is counted in all), in bf16, with fused AdamW; `halve` and `dense`
-in channels last. `halve` is timed through `halve.learn` itself with its defaults: sampling, channel orders,
-augmentation, looks at entropy and all; the other two compare outputs and block features alone. `unfold` is what the
-paper's published code does: unfold, matrix product, a bias that is zero where the layer has none, a concatenation over
-groups, and a mask with its entropy sampled in each layer. Systems are timed in turns.
-Writes benchmarks/results/learn_gpu.json; does nothing without a GPU.
+All three distill from the dense network, including its forward pass, in bf16 with fused AdamW; `halve` and `dense` are
+channels last. `halve` is `halve.learn` with its defaults, including sampling, channel permutations, augmentation and
+entropy reports. The other two only compare outputs and block features. `unfold` does what the paper's published code
+does: unfold, matrix product, a zero bias for layers without one, a concatenation over groups, and a sampled mask with
+its entropy in each layer. Rounds are interleaved. Writes benchmarks/results/learn_gpu.json. Does nothing without a GPU.
 """
 
 import argparse
@@ -35,7 +34,7 @@ RESULTS = Path(__file__).parent / "results" / "learn_gpu.json"
 
 
 class UnfoldedConv(nn.Module):
-    """A convolution as unfold and matrix product, its weight masked by a Gumbel-Softmax sample."""
+    """A convolution as unfold and matrix product, with a Gumbel-Softmax mask on its weight."""
 
     def __init__(self, conv: nn.Conv2d) -> None:
         super().__init__()
@@ -61,7 +60,7 @@ def dense_step(teacher: nn.Module, images: Tensor, blocks: list[str]) -> Callabl
     trained = [module.weight for name, module in student.named_modules() if isinstance(module, nn.Conv2d)]
     for weight in trained:
         weight.requires_grad_(True)
-    return distil_step(teacher, student, trained, images, blocks)
+    return distill_step(teacher, student, trained, images, blocks)
 
 
 def unfold_step(teacher: nn.Module, images: Tensor, blocks: list[str]) -> Callable[[], None]:
@@ -70,10 +69,10 @@ def unfold_step(teacher: nn.Module, images: Tensor, blocks: list[str]) -> Callab
         if isinstance(module, nn.Conv2d) and module.in_channels % 4 == 0:
             student.set_submodule(name, UnfoldedConv(module))
     trained = [module.logits for module in student.modules() if isinstance(module, UnfoldedConv)]
-    return distil_step(teacher, student, trained, images, blocks)
+    return distill_step(teacher, student, trained, images, blocks)
 
 
-def distil_step(
+def distill_step(
     teacher: nn.Module, student: nn.Module, trained: list[Tensor], images: Tensor, blocks: list[str]
 ) -> Callable[[], None]:
     optimizer = torch.optim.AdamW(trained, lr=1e-6, weight_decay=0.0, fused=True)
@@ -102,7 +101,7 @@ def timed(step: Callable[[], None], steps: int) -> float:
 
 
 def halve_ms(model: nn.Module, images: Tensor, steps: int) -> list[float]:
-    """Milliseconds per step of each ten steps of a real run, the first ten left out."""
+    """Milliseconds per step of `halve.learn`, for every ten steps except the first ten."""
     seen: list[tuple[int, float]] = []
 
     def report(event: object) -> None:
@@ -115,7 +114,7 @@ def halve_ms(model: nn.Module, images: Tensor, steps: int) -> list[float]:
 
 
 def sampling_ms(model: nn.Module, steps: int) -> float:
-    """Milliseconds that sampling alone takes, forward and backward."""
+    """Milliseconds of sampling alone, forward and backward."""
     choices = halve.select(model).masked
     weights = {choice.name: weight_of(model.get_submodule(choice.name)) for choice in choices}
     sampler = Sampler(choices, weights, {name: weight.abs() for name, weight in weights.items()}, 8.0).cuda()

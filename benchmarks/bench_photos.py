@@ -1,11 +1,11 @@
-"""Does a compiled network predict on real photos what the masked one predicts in single precision? ResNet-50 on a GPU.
+"""Top-1 agreement of compiled networks with the masked model in float32: ResNet-50 on photos, on a GPU.
 
     python benchmarks/bench_photos.py [ASSETS] [--out FILE]
 
-ASSETS holds zoo.py, resnet50_v1_imagenet.safetensors and the folders of photos in20_train/, in20_val_dev/, in1000_dev/.
-Masks are magnitudes, recalibrated: the same in every run. Top-1 classes are compared with `halve.apply` in float32:
-PyTorch's own float16 and bfloat16, the compiled network as it was planned, and with every masked layer on the sparse
-kernels. Writes benchmarks/results/photos.json; does nothing without a GPU or without ASSETS.
+ASSETS is a folder with zoo.py, resnet50_v1_imagenet.safetensors and the photos in20_train/, in20_val_dev/, in1000_dev/.
+Masks are recalibrated magnitude masks, which are deterministic. Compared are PyTorch in float16 and bfloat16, the
+compiled network, and the compiled network with a sparse kernel in every masked layer. Writes
+benchmarks/results/photos.json. Does nothing without a GPU or without ASSETS.
 """
 
 import argparse
@@ -33,7 +33,7 @@ def photos(assets: Path, folder: str, limit: int | None = None) -> list[Tensor]:
 
 
 def all_sparse(fast: Compiled) -> Compiled:
-    """A copy in which each masked layer runs on a sparse kernel, each of them in turn."""
+    """A copy with a sparse kernel in every masked layer, cycling through the kernels."""
     result = copy.deepcopy(fast)
     for number, layer in enumerate(result.layers):
         kernels = layer.sparse_kernels(fast.device)
@@ -56,13 +56,13 @@ def main() -> None:
         print("bench_photos: no GPU, nothing measured")
         return
     if options.assets is None:
-        print("bench_photos: no folder with checkpoint and photos given, nothing measured")
+        print("bench_photos: no ASSETS folder given, nothing measured")
         return
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     assets = options.assets
     model = load_model(f"{assets / 'zoo.py'}:resnet50_v1", assets / "resnet50_v1_imagenet.safetensors").model.cuda()
-    seen = photos(assets, "in20_train", limit=512)
-    masks = halve.recalibrate(model, halve.prune(model), seen)
+    calibration = photos(assets, "in20_train", limit=512)
+    masks = halve.recalibrate(model, halve.prune(model), calibration)
     batches = [batch for folder in ("in20_train", "in20_val_dev", "in1000_dev") for batch in photos(assets, folder)]
     masked = halve.apply(model, masks).eval()
     expected = classes(masked, batches, torch.float32)

@@ -1,8 +1,8 @@
-"""The pooling kernel against PyTorch's on a GPU: ResNet's 3 x 3 windows of stride 2, 112 pixels and 64 channels.
+"""The max pooling kernel compared with PyTorch's on a GPU: ResNet's 3x3 window, stride 2, 112 pixels, 64 channels.
 
     python benchmarks/bench_pool.py [--batches 1 32 256] [--out FILE]
 
-Both in CUDA graphs, in turns. Writes benchmarks/results/pool.json; does nothing without a GPU.
+Both run as CUDA graphs, in interleaved rounds. Writes benchmarks/results/pool.json. Does nothing without a GPU.
 """
 
 import argparse

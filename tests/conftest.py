@@ -1,8 +1,8 @@
-"""What holds for all tests."""
+"""Setup for all tests."""
 
 import signal
 
 
 def pytest_configure() -> None:
-    """Ctrl-C works also where the suite is a shell's background job: such jobs ignore it, and children inherit that."""
+    """Restore the SIGINT handler: shells ignore the signal in background jobs, and subprocesses inherit that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -1,4 +1,4 @@
-"""Record CUDA graphs: the one place that knows how, for learning, planning and running."""
+"""Record CUDA graphs, for learning, planning and inference."""
 
 import contextlib
 import functools
@@ -17,10 +17,16 @@ def record(
     pool: Any = None,
     stream: torch.cuda.Stream | None = None,
 ) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """Record one call of `run` as a CUDA graph; returns the graph and what the call returned.
+    """Record a call of `run` as a CUDA graph; returns the graph and the result of the call.
 
-    The call runs `warmups` times first, since libraries choose and load their kernels on first use, which cannot be
-    recorded. Errors of other threads do not break the recording.
+    Args:
+        run: the function to record.
+        device: the GPU.
+        warmups: how often to call `run` first. Libraries load kernels on first use, which cannot be recorded.
+        pool: a memory pool to share with other graphs. Default: a new one.
+        stream: the stream to record on. Default: `side_stream(device)`.
+
+    CUDA calls in other threads do not invalidate the recording.
     """
     stream = side_stream(device) if stream is None else stream
     stream.wait_stream(torch.cuda.current_stream(device))
@@ -42,13 +48,13 @@ def record(
 
 @functools.cache
 def side_stream(device: torch.device) -> torch.cuda.Stream:
-    """The stream that recordings run on: one per device, since cuBLAS keeps a workspace for each stream for good."""
+    """The stream to record on. One per device, since cuBLAS never frees its workspace for a stream."""
     return torch.cuda.Stream(device)
 
 
 @contextlib.contextmanager
 def autotuned_cudnn() -> Iterator[None]:
-    """Let cuDNN try its algorithms on each new shape and keep the fastest."""
+    """Enable cuDNN's autotuner: it benchmarks its algorithms on each new shape."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = True
     try:
@@ -59,9 +65,9 @@ def autotuned_cudnn() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _no_garbage_collection() -> Iterator[None]:
-    """Freeing tensors of other streams while a graph is recorded would break the recording.
+    """Disable garbage collection: freeing tensors of other streams would invalidate the recording.
 
-    Collecting first is not needed for that, and takes half a second where torch.export has left many objects.
+    Collecting first is not needed for that, and takes half a second after torch.export has left many objects.
     """
     enabled = gc.isenabled()
     gc.disable()

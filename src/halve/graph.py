@@ -1,8 +1,8 @@
-"""Capture a model's structure with torch.export: one function, for every room that needs a graph.
+"""Capture a model as a graph with torch.export.
 
-A captured part is a functional graph of ATen operations: nothing in it writes to memory, and what the module itself
-would write to (its buffers, its inputs) is listed beside the graph. The batch size is free, and weights keep their
-state-dict names. A model that cannot be exported as one graph is captured in its largest exportable modules.
+A captured part is a functional graph of ATen operations: it has no side effects, and says separately whether the module
+writes to its buffers or inputs. The batch size is dynamic, and weights keep their state-dict names. If a model cannot
+be exported as one graph, its largest exportable modules are captured.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from torch.export.graph_signature import OutputKind
 from halve.errors import ModelError, first_line, listed
 from halve.modules import clone, kind_of
 
-TRACING_LOCK = threading.RLock()  # tracing patches nn.Module for the whole process: only one thread may trace at a time
+TRACING_LOCK = threading.RLock()  # tracing patches nn.Module globally: only one thread may trace at a time
 Sizes = tuple[tuple[tuple[int, int | None], ...], ...]  # per input and dimension: smallest and largest size (None: any)
 
 _CALL = "model"  # the name of the model inside `_Called`
@@ -67,11 +67,11 @@ class Part:
             return size, size
         limits = self.program.range_constraints.get(size.node.expr)
         least = int(limits.lower) if limits is not None else 0
-        # torch.export excludes 1 from every free size. For batches, callers check whether the model does too.
+        # torch.export excludes 1 from dynamic sizes. For batches, callers check whether the model supports it.
         return (0 if dim == 0 and least <= 2 else least), None
 
     def module_of(self, node: torch.fx.Node) -> str:
-        """The name, in the model, of the innermost module that an operation belongs to."""
+        """The name of the innermost module that an operation belongs to."""
         stack = node.meta.get("nn_module_stack") or {}
         inner = [place[0] for place in stack.values()][-1] if stack else ""
         if self.prefix:
@@ -81,15 +81,15 @@ class Part:
 
 @dataclass(frozen=True)
 class Captured:
-    """The result of `capture`: one part if the model could be exported as one graph."""
+    """The result of `capture`: a single part if the model could be exported as one graph."""
 
     parts: tuple[Part, ...]
-    uncaptured: Mapping[str, str]  # modules with layers that are in no part, and why
+    uncaptured: Mapping[str, str]  # modules with layers outside of all parts, and why
     reason: str = ""  # why the model could not be exported as one graph
 
     @property
     def complete(self) -> bool:
-        """Whether one graph holds the whole model."""
+        """Whether the model was captured as one graph."""
         return len(self.parts) == 1 and not self.parts[0].name
 
 
@@ -100,15 +100,15 @@ def capture(
     *,
     any_size: bool = False,
 ) -> Captured:
-    """Capture the structure of a model as it runs in eval mode on an example. The model is not changed.
+    """Capture a model as a graph, in eval mode. The model is not changed.
 
     Args:
         model: any module.
         example: a tensor of images or a tuple of arguments; with `forward`, whatever `forward(model, example)` takes.
-            One image is enough: it is doubled, since a graph captured with batch 1 is only valid for batch 1.
-        forward: how to run the model on the example, for unusual batches.
-        any_size: capture a graph that is valid for other image sizes too, if the model allows it. Slower, and the
-            graph comes with more guards. Parts are always captured this way: a model may call them with any size.
+            A single image is repeated, since a graph captured with batch size 1 is only valid for that.
+        forward: runs the model on the example. Default: `model(example)`, or `model(*example)` for a tuple.
+        any_size: allow other image sizes than the example's, if the model does. Capturing is slower, and the graph has
+            more guards. Parts always allow other sizes, since the model may call them with any.
 
     >>> captured = capture(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), torch.zeros(1, 3, 8, 8))
     >>> captured.complete, sorted(captured.parts[0].tensors.values()), captured.parts[0].sizes()
@@ -134,12 +134,12 @@ def capture(
 def _in_parts(
     model: nn.Module, root: nn.Module, arguments: tuple[Any, ...], reason: str, names: Mapping[int, str]
 ) -> tuple[list[Part], dict[str, str]]:
-    """The largest modules that can be exported with the arguments they get in one run of the model."""
+    """Export the largest possible modules, with their arguments in one run of the model."""
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     with _recording(model, calls):
         try:
             root(*arguments)
-        except Exception as error:  # the model's own code, on an example that may not fit it
+        except Exception as error:  # the model's own code, on an example that it may not support
             raise ModelError(f"{type(model).__name__} does not run on the example: {error}") from error
     parts: list[Part] = []
     uncaptured: dict[str, str] = {}
@@ -173,30 +173,30 @@ class _Exported:
 
 
 def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], any_size: bool) -> _Exported | str:
-    """The exported module, or the reason why it cannot be exported."""
+    """Export a module; returns the reason if that fails."""
 
-    def free(value: Any) -> dict[int, Any] | None:
+    def dynamic(value: Any) -> dict[int, Any] | None:
         if not _is_batched(value):
             return None
         return dict.fromkeys((0, 2, 3) if any_size and value.dim() == 4 else (0,), Dim.AUTO)
 
     try:
         named = dict(inspect.signature(module.forward).bind(*args, **kwargs).arguments)
-        shapes = pytree.tree_map(free, named)
+        shapes = pytree.tree_map(dynamic, named)
         program = torch.export.export(module, args, kwargs, dynamic_shapes=shapes, strict=False)
         conditions = getattr(program, "_guards_code", None)
-        if any_size and conditions is None:  # a version of torch that does not tell its guards
+        if any_size and conditions is None:  # this version of torch does not expose its guards
             return _export(module, args, kwargs, any_size=False)
         _keep_casts_(program.graph)
         program = program.run_decompositions({})
         writes = _drop_input_writes_(program)
         return _Exported(program, tuple(conditions or ()), writes)
-    except Exception as error:  # exporting runs the model's own code on fake tensors, which may raise anything
+    except Exception as error:  # export runs the model's own code, which may raise anything
         return _export(module, args, kwargs, any_size=False) if any_size else first_line(error)
 
 
 def _keep_casts_(graph: torch.fx.Graph) -> None:
-    """Write casts as copies: one to the dtype of the capture would vanish, and matter in another dtype."""
+    """Turn casts into copies. Casts to the dtype of the capture would be removed, but other dtypes need them."""
     for node in graph.nodes:
         if node.target is _ATEN.to.dtype:
             dtype = node.args[1]
@@ -208,7 +208,7 @@ def _keep_casts_(graph: torch.fx.Graph) -> None:
 
 
 def _drop_input_writes_(program: ExportedProgram) -> bool:
-    """Whether the module writes to its inputs; the graph then no longer returns what it would write."""
+    """Remove writes to inputs from the outputs of the graph; returns whether there were any."""
     kept = [spec.kind != OutputKind.USER_INPUT_MUTATION for spec in program.graph_signature.output_specs]
     if all(kept):
         return False
@@ -237,7 +237,7 @@ class _Called(nn.Module):
 
 
 def two_images(example: Any) -> Any:
-    """The first two images of a batch; a single image is doubled. A list of images is returned unchanged."""
+    """The first two images of a batch; a single image is repeated. Lists of images are returned unchanged."""
     if isinstance(example, list) and all(isinstance(image, Tensor) and image.dim() == 3 for image in example):
         return example
     return pytree.tree_map(_two_of, example)
@@ -260,13 +260,13 @@ def _names(model: nn.Module) -> dict[int, str]:
 
 
 def _tensors(program: ExportedProgram, name: str, prefix: str, names: Mapping[int, str]) -> dict[str, str]:
-    """Placeholder -> state-dict name in the model."""
+    """The state-dict name in the model of each placeholder."""
     signature = program.graph_signature
     held = {**program.state_dict, **program.constants}
     result = {}
     for placeholder, own in {**signature.inputs_to_parameters, **signature.inputs_to_buffers}.items():
         if own in signature.non_persistent_buffers:
-            continue  # not in any checkpoint
+            continue  # not in the state dict
         tensor = held.get(own)
         inner = own.removeprefix(f"{prefix}.") if prefix else own
         result[placeholder] = names.get(id(tensor), ".".join(filter(None, (name, inner))))
@@ -286,7 +286,7 @@ def _recording(model: nn.Module, calls: dict[str, tuple[tuple[Any, ...], dict[st
     handles = [
         module.register_forward_pre_hook(hook(name), with_kwargs=True)
         for name, module in model.named_modules()
-        if name and not isinstance(module, torch.jit.ScriptModule)  # takes no hooks
+        if name and not isinstance(module, torch.jit.ScriptModule)  # does not support hooks
     ]
     try:
         yield
@@ -297,7 +297,7 @@ def _recording(model: nn.Module, calls: dict[str, tuple[tuple[Any, ...], dict[st
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the exporter from printing graphs when it fails: the reason is returned."""
+    """Silence torch.export, which logs graphs when it fails."""
     before = logging.root.manager.disable
     with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
         warnings.simplefilter("ignore")

@@ -1,4 +1,4 @@
-"""Compare what two models return."""
+"""Compare the outputs of two models."""
 
 from typing import Any
 
@@ -10,10 +10,10 @@ _INFINITE = float("inf")
 
 
 def relative_error(got: Any, expected: Any) -> float:
-    """The largest difference between two results, relative to the largest expected number of the same tensor.
+    """The largest absolute difference between two outputs, relative to the largest expected value of the same tensor.
 
-    Results may be tensors or nested containers of them. Infinite where structure, shapes, values other than tensors,
-    or the places of NaN and infinity differ.
+    Outputs may be tensors or nested containers of them. The error is infinite if their structure, shapes or non-tensor
+    values differ, or if NaN and infinity are at different positions.
 
     >>> relative_error({"out": torch.tensor([1.0, 2.2])}, {"out": torch.tensor([1.0, 2.0])})
     0.10000002384185791
@@ -38,10 +38,10 @@ def _difference(got: Any, expected: Any) -> float:
     difference = torch.where(same, torch.zeros_like(expected), got - expected).abs().max()
     scale = torch.where(expected.isfinite(), expected, torch.zeros_like(expected)).abs().max()
     relative = float(difference / scale) if difference else 0.0
-    return relative if relative == relative else _INFINITE  # NaN: in one of the two alone
+    return relative if relative == relative else _INFINITE  # only one of the two is NaN
 
 
 def _wide(x: Tensor) -> Tensor:
-    """At least single precision, and a type in which differences have a sign."""
+    """Convert to at least single precision; integers to double, since unsigned differences would wrap around."""
     least = torch.float32 if x.is_floating_point() or x.is_complex() else torch.float64
     return x.to(torch.promote_types(x.dtype, least))

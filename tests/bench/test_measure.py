@@ -1,3 +1,5 @@
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -6,8 +8,8 @@ from torch import nn
 import halve
 from halve.bench import measure
 from halve.bench.measure import Measurement
-from halve.bench.systems import SYSTEMS, Ready
-from halve.errors import EngineError
+from halve.bench.systems import SYSTEMS, Prepared
+from halve.errors import OptionError
 from tests.tiny import convnet, images
 from tests.untouched import untouched
 
@@ -21,7 +23,7 @@ def measured(*systems, model=None, **options):
     return halve.bench(model, halve.prune(model), images(3), systems=systems, **options)
 
 
-def test_every_batch_size_and_system_gives_one_measurement_in_the_order_asked():
+def test_one_measurement_per_batch_size_and_system_in_the_order_given():
     found = measured("halve", "eager", batch_sizes=(4, 1))
     assert [(one.batch, one.system) for one in found] == [(4, "halve"), (4, "eager"), (1, "halve"), (1, "eager")]
     for one in found:
@@ -32,23 +34,23 @@ def test_every_batch_size_and_system_gives_one_measurement_in_the_order_asked():
         assert one.energy_mj_per_image is None
 
 
-def test_on_a_cpu_halve_says_that_it_runs_dense_and_what_needs_a_gpu_says_so():
+def test_on_a_cpu_halve_notes_that_it_runs_dense_and_gpu_systems_report_an_error():
     found = {one.system: one for one in measured("halve", *ON_GPU_ONLY)}
     assert found["halve"].note.startswith("runs dense: ")
     assert {found[name].error for name in ON_GPU_ONLY} == {"needs a CUDA GPU"}
     assert {found[name].median_ms for name in ON_GPU_ONLY} == {None}
 
 
-def test_percentiles_are_those_of_all_calls(monkeypatch):
+def test_percentiles_are_over_all_calls(monkeypatch):
     ramp = {name: list(range(1, 102)) for name in ("eager",)}
-    monkeypatch.setattr(measure, "in_turns", lambda *_, **__: (ramp, {}))
+    monkeypatch.setattr(measure, "interleaved", lambda *_, **__: (ramp, {}))
     [one] = measured("eager")
     assert (one.p10_ms, one.median_ms, one.p90_ms) == tuple(np.percentile(ramp["eager"], (10, 50, 90)))
     assert (one.p10_ms, one.median_ms, one.p90_ms) == (11, 51, 91)
 
 
-@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # of torch itself
-def test_a_system_that_fails_has_an_error_and_no_times_and_the_others_go_on(monkeypatch):
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # from torch itself
+def test_a_failing_system_gets_an_error_and_the_others_are_measured(monkeypatch):
     def broken(case):
         raise RuntimeError("no kernel\nfor this shape")
 
@@ -59,25 +61,27 @@ def test_a_system_that_fails_has_an_error_and_no_times_and_the_others_go_on(monk
     assert fine.median_ms > 0
 
 
-@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # of torch itself
-def test_a_system_that_computes_something_else_is_not_timed(monkeypatch):
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # from torch itself
+def test_a_system_with_wrong_outputs_is_not_timed(monkeypatch):
     def other(case):
         def call():
             return case.masked(*case.inputs) + 1
 
-        return Ready(call, call, case.masked)
+        return Prepared(call, call, case.masked)
 
     def other_shape(case):
-        return Ready(lambda: torch.zeros(7), lambda: None, case.masked)
+        return Prepared(lambda: torch.zeros(7), lambda: None, case.masked)
 
     monkeypatch.setitem(SYSTEMS, "compile", other)
     monkeypatch.setitem(SYSTEMS, "halve_dense", other_shape)
     first, second = measured("compile", "halve_dense")
-    assert first.error.startswith("gives other outputs than the model")
-    assert second.error == "gives outputs of shapes [(7,)], the model [(1, 5)]"
+    assert re.fullmatch(
+        r"the output differs from the eager model's by \d\S* \(relative\), allowed is 0\.2", first.error
+    )
+    assert second.error == "outputs have shapes [(7,)], the eager model's have [(1, 5)]"
 
 
-def test_a_model_that_does_not_run_on_the_example_is_an_error_of_each_system():
+def test_if_the_model_does_not_run_on_the_example_every_system_has_an_error():
     model = nn.Sequential(nn.Linear(12, 8), nn.ReLU(), nn.Linear(8, 2))
     found = measured("eager", "halve", model=model)
     assert all(one.error and one.median_ms is None for one in found)
@@ -86,22 +90,22 @@ def test_a_model_that_does_not_run_on_the_example_is_an_error_of_each_system():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"systems": ["eager", "tensorrt"]}, "no system is called 'tensorrt'; there are eager, compile, "),
-        ({"systems": []}, "nothing to measure"),
-        ({"batch_sizes": ()}, "nothing to measure"),
-        ({"batch_sizes": (0,)}, "from 1 on, not 0"),
-        ({"seconds": 0}, "nothing to measure"),
-        ({"example": ()}, "the example must be"),
+        ({"systems": ["eager", "tensorrt"]}, "unknown system 'tensorrt': systems must be among eager, compile, "),
+        ({"systems": []}, "systems must name at least one of eager, compile, "),
+        ({"batch_sizes": ()}, "batch_sizes must hold at least one batch size"),
+        ({"batch_sizes": (0,)}, "batch_sizes must be positive integers, got 0"),
+        ({"seconds": 0}, "seconds must be positive, got 0"),
+        ({"example": ()}, "example must be"),
     ],
 )
-def test_what_cannot_be_measured_is_refused_with_what_can(options, message):
+def test_invalid_options_raise_and_name_the_valid_ones(options, message):
     model = convnet()
     given = {"example": images(1), "systems": ["eager"], "dtype": torch.float32} | options
-    with pytest.raises(EngineError, match=message):
+    with pytest.raises(OptionError, match=message):
         halve.bench(model, halve.prune(model), given.pop("example"), **given)
 
 
-def test_the_model_and_the_example_stay_as_they_are():
+def test_the_model_and_the_example_are_not_changed():
     model, example = convnet(), images(2)
     masks, before = halve.prune(model), example.clone()
     with untouched(model):
@@ -120,11 +124,11 @@ def test_progress_sees_each_system_and_each_round():
             yield item
 
     measured("eager", "halve", progress=progress)
-    assert seen[:2] == [("batch 1: making ready", "eager"), ("batch 1: making ready", "halve")]
+    assert seen[:2] == [("batch 1: preparing", "eager"), ("batch 1: preparing", "halve")]
     assert {what for what, _ in seen[2:]} == {"batch 1: timing"}
 
 
-@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # of torch itself
+@pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # from torch itself
 def test_torch_compile_is_measured():
     [one] = measured("compile")
     assert one.error is None
@@ -133,7 +137,7 @@ def test_torch_compile_is_measured():
 
 @pytest.mark.gpu
 @on_gpu
-def test_on_a_gpu_every_system_is_measured_and_gives_the_models_outputs():
+def test_on_a_gpu_every_system_is_measured_and_matches_the_model():
     with torch.random.fork_rng():
         torch.manual_seed(0)
         model = nn.Sequential(
@@ -148,7 +152,7 @@ def test_on_a_gpu_every_system_is_measured_and_gives_the_models_outputs():
     assert all(one.note.startswith("1 of 2 layers") for one in found if one.system == "torch_semi_structured")
 
 
-def test_models_that_look_at_images_as_rows_are_measured():
+def test_models_that_call_view_on_images_are_measured():
     class Rows(nn.Module):
         def __init__(self):
             super().__init__()
@@ -159,3 +163,10 @@ def test_models_that_look_at_images_as_rows_are_measured():
 
     found = measured("eager", "halve", model=Rows().eval(), batch_sizes=(2,))
     assert [one.error for one in found] == [None, None]
+
+
+def test_outputs_that_are_not_finite_are_not_compared():
+    infinite = torch.tensor([1.0, float("inf")])
+    assert measure._mismatch([torch.zeros(2)], [infinite]) is None
+    assert measure._mismatch([torch.ones(2), torch.zeros(2)], [infinite, torch.ones(2)]).startswith("output 1 differs")
+    assert measure._mismatch([torch.tensor([1.0, float("nan")])], [torch.ones(2)]) is not None

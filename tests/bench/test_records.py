@@ -9,7 +9,7 @@ from halve.engine.plan import Entry
 KEYS = {"network", "batch", "dtype", "hardware", "versions", "date", "system", "median_ms", "p10_ms", "p90_ms"}
 
 
-def test_records_hold_all_that_is_needed_and_leave_out_what_is_unknown():
+def test_records_are_complete_and_omit_unknown_fields():
     found = [Measurement(1, "eager", 1.0, 0.9, 1.1), Measurement(1, "best_dense", error="needs a CUDA GPU")]
     written = json.loads(json.dumps(records(found, "net", torch.float32, torch.device("cpu"))))
     assert set(written[0]) == KEYS | {"images_per_second"}
@@ -20,7 +20,7 @@ def test_records_hold_all_that_is_needed_and_leave_out_what_is_unknown():
     assert layer_records(found, "net", torch.float32, torch.device("cpu")) == []
 
 
-def test_layer_records_hold_the_plan():
+def test_layer_records_contain_the_plan():
     entry = Entry("conv1", "4>8 3x3 at 1 x 8 x 8", "mma_sp 64x64", True, 0.1, 0.2, 0.15, 0.1, "fastest")
     measured = [Measurement(1, "halve", 1.0, 1.0, 1.0, plan=(entry,))]
     [record] = layer_records(measured, "net", torch.float32, torch.device("cpu"))

@@ -2,10 +2,10 @@ import time
 
 import torch
 
-from halve.bench.rounds import FEWEST, ROUNDS, burst_on, energy_mj, in_turns
+from halve.bench.rounds import MAX_ROUNDS, MIN_ROUNDS, burst_timer, energy_mj, interleaved
 
 
-def test_systems_are_called_in_turns_in_changing_orders():
+def test_calls_are_interleaved_in_random_order():
     calls, counted = [], []
 
     def burst(call, count):
@@ -14,44 +14,46 @@ def test_systems_are_called_in_turns_in_changing_orders():
         return [1.0] * count
 
     names = ("first", "second", "third")
-    times, failed = in_turns({n: lambda n=n: calls.append(n) for n in names}, burst, seconds=0.05)
+    times, failed = interleaved({n: lambda n=n: calls.append(n) for n in names}, burst, seconds=0.05)
     rounds = [tuple(calls[at : at + 3]) for at in range(0, len(calls), 3)]
-    assert len(rounds) == 1 + ROUNDS
+    assert len(rounds) == 1 + MAX_ROUNDS
     assert {frozenset(one) for one in rounds} == {frozenset(names)}
-    assert len(set(rounds)) > 2  # nobody always follows the same other
+    assert len(set(rounds)) > 2  # no call always follows the same other call
     assert not failed
-    assert all(len(found) == ROUNDS * 5 for found in times.values())
-    assert set(counted[3:]) == {6}  # one before those that count
+    assert all(len(found) == MAX_ROUNDS * 5 for found in times.values())
+    assert set(counted[3:]) == {6}  # one is not counted
 
 
-def test_what_takes_long_is_called_a_few_times_only():
-    times, _ = in_turns({"slow": lambda: None, "quick": lambda: None}, lambda _, count: [4000.0] * count, seconds=0.5)
-    assert {name: len(found) for name, found in times.items()} == {"slow": FEWEST, "quick": FEWEST}
+def test_slow_calls_run_only_a_few_times():
+    times, _ = interleaved(
+        {"slow": lambda: None, "quick": lambda: None}, lambda _, count: [4000.0] * count, seconds=0.5
+    )
+    assert {name: len(found) for name, found in times.items()} == {"slow": MIN_ROUNDS, "quick": MIN_ROUNDS}
 
 
-def test_what_fails_in_the_middle_leaves_the_others_in_their_turns():
+def test_a_call_that_fails_midway_does_not_stop_the_others():
     state = {"left": 4}
 
-    def wears_out():
+    def fails_later():
         state["left"] -= 1
         if not state["left"]:
             raise RuntimeError("out of memory")
 
     burst = lambda call, count: (call(), [1.0] * count)[1]  # noqa: E731
-    times, failed = in_turns({"wears out": wears_out, "goes on": lambda: None}, burst, seconds=0.01)
-    assert list(times) == ["goes on"]
-    assert str(failed["wears out"]) == "out of memory"
+    times, failed = interleaved({"fails later": fails_later, "works": lambda: None}, burst, seconds=0.01)
+    assert list(times) == ["works"]
+    assert str(failed["fails later"]) == "out of memory"
 
 
-def test_energy_is_counted_between_two_moments_at_which_the_counter_moved():
+def test_energy_is_measured_between_counter_updates():
     calls = []
 
     def call():
         calls.append(None)
         time.sleep(0.001)
 
-    def meter():  # 3 mJ a call, told after every twenty
+    def meter():  # 3 mJ per call, updated every twenty calls
         return 5 + 60 * (len(calls) // 20)
 
-    assert energy_mj(call, burst_on(torch.device("cpu")), meter, 1.0, window=0.05) == 3
-    assert energy_mj(call, burst_on(torch.device("cpu")), lambda: 7, 1.0, window=0.01) is None
+    assert energy_mj(call, burst_timer(torch.device("cpu")), meter, 1.0, window=0.05) == 3
+    assert energy_mj(call, burst_timer(torch.device("cpu")), lambda: 7, 1.0, window=0.01) is None

@@ -1,4 +1,4 @@
-"""Networks to compile, and ways of compiling them, for the engine's tests."""
+"""Networks for the engine's tests, and functions that compile them."""
 
 import warnings
 
@@ -22,7 +22,7 @@ def compiled(model, masks=None, example=None, **options):
 
 
 def sparsely(fast):
-    """Let every layer that can run on packed weights; without a GPU the reference does."""
+    """Use packed weights in every layer that supports them; without a GPU, reference kernels run."""
     for layer in fast.layers:
         layer.use({1: SPARSE if layer.is_2_4 else FALLBACK})
     return fast
@@ -49,7 +49,7 @@ class Net(nn.Module):
 
 
 def same(model, *inputs, calls=1, **options):
-    """The compiled network, after checking that it gives what the model gives, call by call."""
+    """The compiled network, after checking each call against the model."""
     fast = compiled(model.eval(), halve.MaskSet({}), inputs if len(inputs) > 1 else inputs[0], **options)
     with torch.no_grad():
         for _ in range(calls):

@@ -14,7 +14,7 @@ from tests.untouched import untouched
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_compiled_network_gives_what_the_masked_one_gives(packed):
+def test_a_compiled_network_matches_the_masked_model(packed):
     model = resnet()
     masks = halve.prune(model)
     x = torch.randn(2, 3, 64, 64)
@@ -28,14 +28,14 @@ def test_a_compiled_network_gives_what_the_masked_one_gives(packed):
             torch.testing.assert_close(fast(x), sparse(x), rtol=1e-4, atol=1e-4)
 
 
-def test_every_masked_layer_of_a_resnet_is_captured_as_two_of_four():
+def test_every_masked_layer_of_a_resnet_is_2_4():
     model = resnet()
     masks = halve.prune(model)
     fast = compiled(model, masks, torch.randn(2, 3, 64, 64))
     assert {layer.name for layer in fast.layers if layer.is_2_4} == set(masks)
 
 
-def test_masks_with_channel_orders_are_put_in_one_piece():
+def test_masks_with_channel_permutations_are_2_4_in_place():
     model = convnet()
     masks = halve.prune(model, permute=True, example=images(2))
     assert masks.moves
@@ -55,7 +55,7 @@ def test_without_a_gpu_it_runs_dense_and_says_why():
         fast(images(2))
 
 
-def test_another_type_is_computed_in_and_outputs_come_in_the_examples():
+def test_outputs_have_the_dtype_of_the_example_not_the_compute_dtype():
     model = convnet()
     fast = compiled(model, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -67,7 +67,7 @@ def test_another_type_is_computed_in_and_outputs_come_in_the_examples():
         assert [layer.tensors()[name].dtype for name in ("weight", "bias")] == [torch.bfloat16, torch.float32]
 
 
-def test_wrong_inputs_are_refused():
+def test_wrong_inputs_raise():
     fast = compiled(convnet())
     x = images(2)
     for bad, why in (
@@ -93,7 +93,7 @@ def test_another_image_size_is_an_error_that_names_the_option():
         fast(torch.randn(2, 4, 12, 8))
 
 
-def test_any_size_takes_other_image_sizes_where_the_model_does():
+def test_any_size_accepts_other_image_sizes_if_the_model_does():
     model = convnet()
     masks = halve.prune(model)
     fast = sparsely(compiled(model, masks, any_size=True))
@@ -108,7 +108,7 @@ def test_any_size_takes_other_image_sizes_where_the_model_does():
         fast(torch.randn(3, 4, 8, 8))
 
 
-def test_copies_and_pickles_give_the_same():
+def test_copies_and_pickles_give_the_same_outputs():
     fast = sparsely(compiled(convnet()))
     x = images(3)
     expected = fast(x)
@@ -119,7 +119,7 @@ def test_copies_and_pickles_give_the_same():
     assert torch.equal(torch.load(buffer, weights_only=False)(x), expected)
 
 
-def test_an_updated_checkpoint_takes_over_the_plan():
+def test_an_updated_checkpoint_can_reuse_the_plan():
     model = convnet()
     masks = halve.prune(model)
     old = sparsely(compiled(model, masks))
@@ -135,12 +135,12 @@ def test_an_updated_checkpoint_takes_over_the_plan():
     with torch.no_grad():
         expected = halve.apply(updated, masks, on_changed="ignore")(x)
     torch.testing.assert_close(new(x), expected, rtol=1e-4, atol=1e-5)
-    with pytest.raises(EngineError, match="other layers"):
+    with pytest.raises(EngineError, match="has other layers"):
         new.use_plan_of(compiled(resnet(), example=torch.randn(2, 3, 64, 64)))
 
 
 class Branching(nn.Module):
-    """Looks at its numbers, which no graph can hold."""
+    """Branches on values, which cannot be captured."""
 
     def __init__(self):
         super().__init__()
@@ -151,7 +151,7 @@ class Branching(nn.Module):
         return self.head(y if y.mean() > -1e9 else -y)
 
 
-def test_a_network_that_cannot_be_captured_whole_is_compiled_in_parts(tmp_path):
+def test_a_network_that_cannot_be_captured_as_one_graph_is_compiled_in_parts(tmp_path):
     model = Branching().eval()
     model(images(2))
     masks = halve.prune(model)
@@ -165,7 +165,7 @@ def test_a_network_that_cannot_be_captured_whole_is_compiled_in_parts(tmp_path):
 
 
 class Strange(nn.Module):
-    """Asks for numbers on the way, also inside of its layer."""
+    """Reads values, even inside of its layer."""
 
     class Hop(nn.Conv2d):
         def forward(self, x):
@@ -196,7 +196,7 @@ def test_a_network_that_does_not_run_is_an_error():
         compiled(nn.Sequential(nn.Linear(5, 8)).eval(), halve.MaskSet({}))
 
 
-def test_masked_layers_that_the_engine_has_no_operation_for_are_named():
+def test_unsupported_masked_layers_are_listed():
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ConvTranspose2d(8, 8, 3), nn.Conv2d(8, 8, 2, padding="same")).eval()
     fast = compiled(model)
     assert list(fast.plan.uncompiled) == ["1", "2"]
@@ -216,7 +216,7 @@ def test_double_precision_stays_double():
     assert float((compiled(model, masks, x)(x) - expected).abs().max()) <= 1e-13 * float(expected.abs().max())
 
 
-def test_inputs_by_name_are_refused():
+def test_keyword_inputs_raise():
     with pytest.raises(EngineError, match="must be positional, as in the example, got keywords input"):
         compiled(convnet())(input=images(2))
 
@@ -230,7 +230,7 @@ def test_it_can_be_exported_and_has_no_training_mode():
     assert not fast.train().training
 
 
-def test_not_a_number_in_an_image_stays_with_that_image():
+def test_nan_in_one_image_does_not_affect_the_others():
     model = resnet()
     masks = halve.prune(model)
     fast = sparsely(compiled(model, masks, torch.randn(2, 3, 64, 64)))
@@ -244,7 +244,7 @@ def test_not_a_number_in_an_image_stays_with_that_image():
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_networks_that_are_captured_for_two_images_alone_fall_back_to_eager(count):
+def test_networks_captured_for_exactly_two_images_fall_back_to_eager(count):
     def one_by_one(net, x):
         return torch.stack([net.a(image[None])[0] for image in x])
 
@@ -252,13 +252,13 @@ def test_networks_that_are_captured_for_two_images_alone_fall_back_to_eager(coun
     assert "the network" in fast.plan.uncompiled
 
 
-def test_a_network_that_treats_one_image_differently_runs_one_in_eager_mode():
+def test_a_network_that_treats_single_images_differently_runs_one_image_eagerly():
     same(Net(lambda n, x: n.a(x) * 2 if len(x) == 1 else n.a(x)), images(1))
     fast = same(Net(lambda n, x: n.a(x) * 2 if x.shape[0] == 1 else n.a(x)), images(1))
-    assert "one image differently from several" in fast.plan.uncompiled["the network"]
+    assert "single images differently" in fast.plan.uncompiled["the network"]
 
 
-def test_the_example_stays_as_it_is():
+def test_the_example_is_not_changed():
     x = images(2).contiguous(memory_format=torch.channels_last)
     before = x.clone()
     compiled(nn.Sequential(nn.ReLU(inplace=True), nn.Conv2d(4, 4, 1)).eval(), halve.MaskSet({}), x)
@@ -274,7 +274,7 @@ def test_the_example_stays_as_it_is():
         ({"plan_from": "foo"}, "plan_from must be a network that halve.compile returned"),
     ],
 )
-def test_what_is_no_option_is_refused_with_what_is(options, message):
+def test_invalid_options_raise_and_name_the_valid_ones(options, message):
     given = {"masks": halve.MaskSet({}), **options}
     with pytest.raises(OptionError, match=message):
         halve.compile(convnet(), example=images(2), **given)

@@ -25,7 +25,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels(tmp_path_factory):
-    """Timings of other runs must not decide here."""
+    """Do not use cached timings of other runs."""
     patch = pytest.MonkeyPatch()
     patch.setenv("HALVE_CACHE", str(tmp_path_factory.mktemp("kernels")))
     yield
@@ -73,7 +73,7 @@ def in_threads(calls):
 
 
 @pytest.mark.parametrize("batch", [1, 2, 3, 8, 13])
-def test_every_batch_size_gives_what_the_masked_network_gives(made, batch):
+def test_every_batch_size_matches_the_masked_network(made, batch):
     model, masks, fast = made
     x = photos(batch, seed=batch)
     close(fast(x), reference(model, masks, x))
@@ -82,14 +82,14 @@ def test_every_batch_size_gives_what_the_masked_network_gives(made, batch):
 
 
 @pytest.mark.parametrize("name", ["resnet18", "resnet50", "convnext_tiny", "mobilenet_v3_small", "efficientnet_b0"])
-def test_networks_that_run_on_our_kernels_throughout_are_right(name):
+def test_networks_on_our_kernels_throughout_are_correct(name):
     model = network(name)
     masks = halve.prune(model)
     fast = halve.compile(model, masks, photos(2))
     x = photos(5)
     for family in ("mma_sp", "mma"):
         for layer in fast.layers:
-            ours = [kernel for kernel in layer.possible(x.device) if kernel.family == family]
+            ours = [kernel for kernel in layer.available_kernels(x.device) if kernel.family == family]
             if ours:
                 layer.use({1: ours[len(layer.name) % len(ours)]})
         close(fast(x), reference(model, masks, x), 0.05)
@@ -105,7 +105,7 @@ def test_the_plan_names_every_layer_and_why(made):
     assert "layer4.1.conv2" in str(fast.plan)
 
 
-def test_outputs_are_the_callers_own_and_repeat_to_the_bit(made):
+def test_outputs_are_not_overwritten_and_are_bit_identical(made):
     fast = made[2]
     x, y = photos(2), photos(2, seed=1)
     first = fast(x)
@@ -150,7 +150,7 @@ def test_two_networks_at_once(made):
 
 
 def test_two_networks_are_compiled_at_once(monkeypatch, tmp_path):
-    monkeypatch.setenv("HALVE_CACHE", str(tmp_path))  # where nothing was timed yet
+    monkeypatch.setenv("HALVE_CACHE", str(tmp_path))  # an empty timing cache
     benchmark, found = torch.backends.cudnn.benchmark, {}
 
     def work(name):
@@ -165,8 +165,8 @@ def test_two_networks_are_compiled_at_once(monkeypatch, tmp_path):
     assert torch.backends.cudnn.benchmark == benchmark
 
 
-def test_recordings_are_bounded(made, monkeypatch):
-    monkeypatch.setattr(recorded, "MOST", 2)
+def test_the_number_of_recordings_is_limited(made, monkeypatch):
+    monkeypatch.setattr(recorded, "MAX_RECORDINGS", 2)
     fast = copy.deepcopy(made[2])
     recordings = fast.warmup([8])._recordings
     x = photos(8)
@@ -175,22 +175,22 @@ def test_recordings_are_bounded(made, monkeypatch):
     assert len(recordings.known) == 2
     assert recordings.of((x,)) is None
     assert "dropped for batch size 8" in fast.plan.uncompiled["CUDA graph"]
-    assert torch.equal(recordings.replay((x,), old), expected)  # by a call that had found it before it made room
+    assert torch.equal(recordings.replay((x,), old), expected)  # a call that found it before it was dropped
 
 
 def test_a_recording_keeps_the_weights_that_it_reads(made):
     fast = copy.deepcopy(made[2]).warmup([2])
     x = photos(2)
     expected = fast(x)
-    for layer in fast.layers:  # as planning does, where another batch size decides otherwise for the same input
-        ours = [kernel for kernel in layer.possible(x.device) if kernel.family == "mma"]
+    for layer in fast.layers:  # like planning, if another batch size chooses another kernel
+        ours = [kernel for kernel in layer.available_kernels(x.device) if kernel.family == "mma"]
         layer.use({1: (ours or [FALLBACK])[0]})
     filled = [torch.full((1 << 20,), 7.0, device="cuda") for _ in range(64)]
     assert torch.equal(fast(x), expected)
     assert len(filled) == 64
 
 
-def test_calls_go_on_while_another_batch_size_is_planned(made):
+def test_calls_work_while_another_batch_size_is_planned(made):
     model, masks, _ = made
     fast = halve.compile(model, masks, photos(2))
     recorded_, other = photos(2), photos(3)
@@ -214,7 +214,7 @@ def test_nothing_is_timed_twice(made, monkeypatch):
     halve.compile(model, masks, photos(2))
 
 
-def test_an_updated_checkpoint_is_swapped_in_without_timing(made, monkeypatch):
+def test_an_updated_checkpoint_reuses_the_plan_without_timing(made, monkeypatch):
     model, masks, fast = made
     updated = copy.deepcopy(model)
     with torch.no_grad():
@@ -228,7 +228,7 @@ def test_an_updated_checkpoint_is_swapped_in_without_timing(made, monkeypatch):
         close(new(x), halve.apply(updated, masks, on_changed="ignore").cuda()(x.float()))
 
 
-def test_saved_loaded_copied_and_moved_it_is_the_same(made, tmp_path):
+def test_saving_loading_copying_and_moving_keep_the_outputs(made, tmp_path):
     fast = made[2]
     x = photos(2)
     expected = fast(x)
@@ -247,7 +247,7 @@ def test_saved_loaded_copied_and_moved_it_is_the_same(made, tmp_path):
     assert torch.equal(shuffled(x), expected)
 
 
-def test_what_was_compiled_on_a_cpu_runs_sparse_after_it_moved_to_a_gpu(made):
+def test_a_network_compiled_on_a_cpu_runs_sparse_after_moving_to_a_gpu(made):
     model, masks, _ = made
     with pytest.warns(EngineWarning, match="got cpu"):
         fast = halve.compile(model, masks, photos(1).cpu())
@@ -267,7 +267,7 @@ def test_masks_with_channel_orders_run_sparse():
 
 def test_single_precision_runs_dense_and_says_why(made):
     model, masks, _ = made
-    with pytest.warns(EngineWarning, match=r"float16 and bfloat16, not torch\.float32: pass dtype"):
+    with pytest.warns(EngineWarning, match=r"float16 or bfloat16, got torch\.float32: pass dtype"):
         fast = halve.compile(model, masks, photos(2).float())
     close(fast(photos(2).float()), reference(model, masks, photos(2)), 0.01)
     half = halve.compile(model, masks, photos(2).float(), dtype=torch.bfloat16)
@@ -276,7 +276,7 @@ def test_single_precision_runs_dense_and_says_why(made):
     close(got, reference(model, masks, photos(2)), 0.1)
 
 
-def test_wrong_device_and_type_are_refused(made):
+def test_a_wrong_device_or_dtype_raises(made):
     fast = made[2]
     with pytest.raises(EngineError, match="move one of them"):
         fast(photos(2).cpu())
@@ -284,13 +284,13 @@ def test_wrong_device_and_type_are_refused(made):
         fast(photos(2).float())
 
 
-def test_torch_compile_takes_it(made):
+def test_it_works_with_torch_compile(made):
     fast = made[2]
     x = photos(2)
     close(torch.compile(fast)(x), fast(x).float())
 
 
-def test_inside_of_a_users_own_graph(made):
+def test_it_can_be_captured_in_a_users_own_cuda_graph(made):
     fast = made[2]
     x = photos(2)
     expected = fast(x)

@@ -27,7 +27,7 @@ def lively(model):
 
 
 def fused_like(model, x):
-    """The fused module, after checking that it computes what the model does, at another batch size too."""
+    """The fused module, checked against the model at two batch sizes."""
     with untouched(model):
         module = fuse(capture(model, x).parts[0])
     for images in (x, torch.cat([x, x.flip(0), x])):
@@ -38,7 +38,7 @@ def fused_like(model, x):
 
 
 def layers_of(module):
-    """The fused layers in the order in which they run, with what they got: (layer, has a residual)."""
+    """The fused layers in execution order, as (layer, has a residual)."""
     calls = [node for node in module.graph.nodes if node.op == "call_module"]
     found = [(module.get_submodule(node.target), len(node.args) > 1) for node in calls]
     assert all(isinstance(layer, Layer) for layer, _ in found)
@@ -64,7 +64,7 @@ NETWORKS = {
 
 
 @pytest.mark.parametrize("name", NETWORKS)
-def test_networks_of_torchvision_compute_the_same(name):
+def test_torchvision_networks_compute_the_same(name):
     torch.manual_seed(0)
     extra = {"init_weights": False} if name == "googlenet" else {}
     model = lively(torchvision.models.get_model(name, weights=None, num_classes=10, **extra))
@@ -76,12 +76,12 @@ def test_networks_of_torchvision_compute_the_same(name):
     assert {layer.name for layer, _ in found} <= {name for name, _ in model.named_modules()}
 
 
-def test_nothing_but_layers_and_pooling_is_left_of_a_residual_network():
+def test_a_residual_network_is_fused_into_layers_and_pooling():
     module = fused_like(lively(torchvision.models.resnet18()), torch.randn(2, 3, 64, 64))
     assert operations(module) == ["aten.sym_size.int", "aten.adaptive_avg_pool2d.default", "aten.reshape.default"]
 
 
-def test_zeros_stay_zero_and_nothing_else_is_held():
+def test_zeros_stay_zero_and_unused_tensors_are_dropped():
     model = lively(torchvision.models.resnet18())
     masks = halve.prune(model)
     module = fused_like(halve.apply(model, masks), torch.randn(2, 3, 64, 64))
@@ -108,7 +108,7 @@ class Net(nn.Module):
         return self.how(self, x)
 
 
-HOW = {  # BatchNorms that are left; what each layer took in: residual, activation
+HOW = {  # BatchNorms left; what each layer fused: residual, activation
     "a value that two read": (lambda n, x: (y := n.a(x)).relu() + y, 0, [(False, "none")]),
     "both sides are layers": (
         lambda n, x: F.relu(n.bn(n.a(x)) + n.other(n.b(x))),
@@ -160,7 +160,7 @@ HOW = {  # BatchNorms that are left; what each layer took in: residual, activati
 
 
 @pytest.mark.parametrize("name", HOW)
-def test_what_a_layer_takes_in(name):
+def test_what_is_fused_into_a_layer(name):
     how, norms, expected = HOW[name]
     x = torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(1))
     module = fused_like(lively(Net(how)), x)
@@ -193,7 +193,7 @@ def test_pooling_is_a_layer(pool):
     assert {Convolution, MaxPool} == {type(layer.operation) for layer in module.children()}
 
 
-def test_pooling_that_returns_indices_stays_pytorchs():
+def test_pooling_that_returns_indices_is_not_replaced():
     class Net(nn.Module):
         def forward(self, x):
             values, places = F.max_pool2d(x, 2, return_indices=True)
@@ -203,7 +203,7 @@ def test_pooling_that_returns_indices_stays_pytorchs():
     assert not list(module.children())
 
 
-def test_layers_are_named_by_their_weights():
+def test_layers_are_named_after_the_owner_of_their_weight():
     model = nn.Sequential(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), nn.Linear(16, 8)).eval()
     fast = compiled(model, halve.prune(model), torch.randn(2, 5, 16))
     assert "0.self_attn.out_proj" in {layer.name for layer in fast.layers}

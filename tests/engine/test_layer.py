@@ -28,7 +28,7 @@ def linear_layer():
 @pytest.mark.parametrize(
     "kernel", [Kernel("dense", "cudnn"), Kernel("dense", "gemm"), SPARSE, Kernel("mma", "32x32k8")]
 )
-def test_every_kernel_gives_the_same(kernel):
+def test_every_kernel_gives_the_same_result(kernel):
     for layer, x, residual in (
         (conv_layer(), random(2, 4, 5, 5, seed=2), random(2, 8, 5, 5, seed=3)),
         (linear_layer(), random(2, 3, 4, seed=2), random(2, 3, 8, seed=3)),
@@ -39,13 +39,13 @@ def test_every_kernel_gives_the_same(kernel):
         torch.testing.assert_close(layer(x), without)
 
 
-def test_the_nearest_size_that_was_planned_decides():
+def test_the_nearest_planned_size_is_used():
     layer = conv_layer()
     layer.use({25: FALLBACK, 1000: SPARSE})
     assert [layer.kernel_for(size) for size in (1, 25, 100, 200, 5000)] == [FALLBACK] * 3 + [SPARSE] * 2
 
 
-def test_only_what_is_needed_is_held_and_nothing_is_lost():
+def test_only_needed_packed_tensors_are_kept_and_packing_is_lossless():
     layer = conv_layer(torch.float16)
     before = {name: tensor.clone() for name, tensor in layer.tensors().items()}
     for kernel in (SPARSE, Kernel("mma", "64x64"), FALLBACK, SPARSE, FALLBACK):
@@ -67,23 +67,23 @@ def test_another_dtype_keeps_the_bias_exact():
     assert layer(random(2, 4, 5, 5)).dtype == torch.bfloat16  # inputs in another dtype are cast
 
 
-def test_which_kernels_are_possible(monkeypatch):
+def test_available_kernels(monkeypatch):
     gpu = torch.device("cuda")
     for family in FAMILIES.values():
         monkeypatch.setattr(type(family), "unavailable", lambda self, device, dtype: None)
     ours = [Kernel(family, tile) for family in ("mma_sp", "mma") for tile in TILES]
     layer = conv_layer(torch.float16)
-    assert layer.possible(gpu) == [FALLBACK, Kernel("dense", "cudnn"), *ours]
+    assert layer.available_kernels(gpu) == [FALLBACK, Kernel("dense", "cudnn"), *ours]
     assert layer.sparse_kernels(gpu) == ours[: len(TILES)]
-    assert conv_layer(torch.float32).possible(gpu) == [FALLBACK, Kernel("dense", "cudnn")]
+    assert conv_layer(torch.float32).available_kernels(gpu) == [FALLBACK, Kernel("dense", "cudnn")]
     dense = Layer("fc", Linear(8, 4), {"weight": random(8, 4).half()})
     assert not dense.is_2_4
     assert not dense.sparse_kernels(gpu)
     grouped = Layer("g", Convolution(8, 2, groups=2), {"weight": two_of_four(8, 4)[:, :2, None, None].half()})
-    assert grouped.possible(gpu) == [FALLBACK]
+    assert grouped.available_kernels(gpu) == [FALLBACK]
 
 
-def test_a_memory_format_does_not_reorder_what_kernels_read():
+def test_a_memory_format_does_not_reorder_packed_tensors():
     layer = conv_layer(torch.float16)
     layer.use({1: SPARSE})
     layer.to(memory_format=torch.channels_last)

@@ -7,7 +7,7 @@ from tests.engine.nets import compiled, same
 from tests.tiny import images
 
 
-def test_a_models_own_names_stay_its_own():
+def test_submodule_names_of_the_model_are_not_reused():
     class Named(nn.Module):
         def __init__(self):
             super().__init__()
@@ -16,7 +16,7 @@ def test_a_models_own_names_stay_its_own():
 
         def forward(self, x):
             x = self.layer0[0](x)
-            attention = self.layer0[1](x.mean((2, 3))[:, None])[:, 0, :, None, None]  # which stays as it is
+            attention = self.layer0[1](x.mean((2, 3))[:, None])[:, 0, :, None, None]  # which is not replaced
             return self._layer0(x * attention.sigmoid())
 
     model = Named().eval()
@@ -24,7 +24,7 @@ def test_a_models_own_names_stay_its_own():
     torch.testing.assert_close(fast(images(2)), model(images(2)))
 
 
-def test_a_layer_whose_bias_is_computed_stays_pytorchs():
+def test_a_layer_whose_bias_is_computed_is_not_replaced():
     class Scaled(nn.Module):
         def __init__(self):
             super().__init__()

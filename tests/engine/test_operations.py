@@ -9,7 +9,7 @@ from tests.random_masks import random
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("residual", [False, True])
 @pytest.mark.parametrize("bias", [False, True])
-def test_the_reference_is_layer_bias_residual_activation_in_that_order(activation, residual, bias):
+def test_the_reference_applies_layer_bias_residual_activation_in_that_order(activation, residual, bias):
     x, w, b, r = random(2, 6, 5, 5), random(4, 3, 3, 3, seed=1), random(4, seed=2), random(2, 4, 3, 3, seed=3)
     tensors = {"weight": w, "bias": b} if bias else {"weight": w}
     conv = Convolution(4, 3, (3, 3), (2, 2), (1, 1), groups=2, activation=activation)
@@ -33,7 +33,7 @@ OPERATIONS = [
 
 
 @pytest.mark.parametrize(("operation", "shape", "weight"), OPERATIONS, ids=lambda x: type(x).__name__)
-def test_an_operation_knows_its_result_and_is_written_and_read(operation, shape, weight):
+def test_out_shape_matches_the_reference_and_json_round_trips(operation, shape, weight):
     x = random(*shape)
     tensors = {} if weight is None else {"weight": random(*weight)}
     assert operation.reference([x], tensors).shape == operation.out_shape(shape)

@@ -32,7 +32,7 @@ def timing(times):
 
 @pytest.fixture
 def everywhere(monkeypatch):
-    """Every kernel is available on a CPU, in any dtype; times are made up."""
+    """Make every kernel available on a CPU in any dtype, with fake timings."""
     for name in ("mma_sp", "mma"):
         monkeypatch.setattr(type(FAMILIES[name]), "unavailable", lambda self, device, dtype: None)
         monkeypatch.setattr(
@@ -50,7 +50,7 @@ def everywhere(monkeypatch):
     return asked
 
 
-def test_the_fastest_of_each_kind():
+def test_fastest_kernel_of_each_kind():
     found = timing({FALLBACK: 3.0, GEMM: 2.0, SPARSE: 1.5, OURS: 1.0})
     assert (found.best, found.best_dense, found.best_ours, found.best_our_dense) == (OURS, GEMM, OURS, OURS)
 
@@ -69,14 +69,14 @@ def test_our_kernel_is_used_if_no_dense_kernel_had_memory():
     assert timing({SPARSE: 2.0}).ours_above(1.0) == SPARSE
 
 
-def test_a_plan_is_written_and_read():
+def test_a_plan_round_trips_through_json():
     entry = Entry("a", "4>2", "dense torch", False, 0.1, None, None, 0.2, "why")
     table = Plan({1: [entry], 8: []}, {"b": "falls back to eager"})
     assert Plan.from_json(json.loads(json.dumps(table.as_json()))) == table
     assert "b: falls back to eager" in str(table)
 
 
-def test_an_entry_says_what_our_kernels_take_with_all_and_half_of_the_weights():
+def test_an_entry_has_times_of_our_dense_and_sparse_kernels():
     other = Kernel("mma_sp", "32x32k8")
     entry = timing({FALLBACK: 3.0, GEMM: 2.0, SPARSE: 1.5, other: 4.0, OURS: 2.5}).entry(GEMM, "why")
     assert (entry.time_ms, entry.dense_ms, entry.our_dense_ms, entry.sparse_ms) == (2.0, 2.0, 2.5, 1.5)
@@ -93,7 +93,7 @@ def test_an_entry_says_what_our_kernels_take_with_all_and_half_of_the_weights():
         EngineError("no NVRTC was found"),
     ],
 )
-def test_a_kernel_that_fails_for_a_reason_that_passes_is_tried_again_and_no_other(everywhere, monkeypatch, error):
+def test_only_kernels_that_failed_temporarily_are_tried_again(everywhere, monkeypatch, error):
     state, run = {"free": False}, FAMILIES["mma_sp"].run
 
     def fails(self, inputs, packed, operation, variant):
@@ -123,7 +123,7 @@ def test_a_wrong_kernel_is_never_used(everywhere, monkeypatch):
     assert set(found.times) == {FALLBACK, OURS}
 
 
-def test_a_layer_that_gets_nothing_is_not_planned(everywhere):
+def test_a_layer_with_empty_inputs_is_not_planned(everywhere):
     heads = [layer("a"), layer("b")]
     empty, some = torch.zeros(0, 8), torch.zeros(3, 8)  # no boxes were found in the example
     entries = decide(heads, lambda: (heads[0](empty), heads[1](some)), TimingCache(None), CPU)
@@ -132,7 +132,7 @@ def test_a_layer_that_gets_nothing_is_not_planned(everywhere):
     assert heads[0](some).shape == (3, 4)
 
 
-def test_a_network_is_timed_once_and_without_sparse_kernels_on_library_kernels_alone(everywhere):
+def test_a_network_is_timed_once_and_sparse_false_uses_only_library_kernels(everywhere):
     fc, cache = layer(), TimingCache(None)
     run = lambda: fc(torch.ones(2, 8))  # noqa: E731
     assert decide([fc], run, cache, CPU, key="net", sparse=False) == []  # on a CPU there is one library kernel
@@ -143,7 +143,7 @@ def test_a_network_is_timed_once_and_without_sparse_kernels_on_library_kernels_a
     assert len(everywhere) == before
 
 
-def test_networks_that_differ_are_not_taken_for_each_other(everywhere):
+def test_different_networks_do_not_share_timings(everywhere):
     fc, cache = layer(), TimingCache(None)
     run = lambda: fc(torch.ones(2, 8))  # noqa: E731
     decide([fc], run, cache, CPU, key="one network")
@@ -154,7 +154,7 @@ def test_networks_that_differ_are_not_taken_for_each_other(everywhere):
     assert len(everywhere) == before + 2
 
 
-def test_planning_keeps_the_forms_that_it_decided_for_and_no_others(everywhere):
+def test_planning_keeps_only_the_packed_tensors_of_the_chosen_kernels(everywhere):
     fc = layer()
     [entry] = decide([fc], lambda: fc(torch.ones(2, 8)), TimingCache(None), CPU)
     assert fc.held == [kernel.family for kernel in fc.kernels.values()]

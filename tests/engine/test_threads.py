@@ -1,4 +1,4 @@
-"""Networks that are compiled, saved and called in several threads."""
+"""Compiling, saving and calling networks in several threads."""
 
 import threading
 
@@ -11,7 +11,7 @@ from tests.tiny import convnet, images
 
 
 @pytest.mark.filterwarnings("ignore:running dense")
-def test_networks_are_compiled_searched_and_saved_in_threads(tmp_path):
+def test_networks_can_be_compiled_permuted_and_saved_in_threads(tmp_path):
     failures = []
 
     def work(number):

@@ -12,7 +12,7 @@ from halve.engine.timing_cache import TimingCache, kernel_id, layer_key, network
 from halve.graph import capture
 
 
-def test_timings_are_kept_and_added_to_what_others_wrote(tmp_path):
+def test_timings_are_merged_with_those_of_other_processes(tmp_path):
     path = tmp_path / "folder" / "timings.json"
     one, other = TimingCache(path), TimingCache(path)
     one.put("a", {"dense torch": 1.0})
@@ -26,7 +26,7 @@ def test_timings_are_kept_and_added_to_what_others_wrote(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"a": 1}', b"\xff\xfe"])
-def test_a_torn_file_is_as_good_as_none(tmp_path, content):
+def test_an_invalid_file_is_ignored(tmp_path, content):
     path = tmp_path / "timings.json"
     path.write_bytes(content)
     cache = TimingCache(path)
@@ -36,7 +36,7 @@ def test_a_torn_file_is_as_good_as_none(tmp_path, content):
     assert TimingCache(path).get("a", ["dense torch"]) == {"dense torch": 1.0}
 
 
-def test_a_disk_that_cannot_be_written_to_only_costs_time(tmp_path):
+def test_an_unwritable_cache_is_not_an_error(tmp_path):
     (tmp_path / "file").write_text("")
     cache = TimingCache(tmp_path / "file" / "timings.json")
     cache.put("a", {"dense torch": 1.0})
@@ -44,7 +44,7 @@ def test_a_disk_that_cannot_be_written_to_only_costs_time(tmp_path):
     assert cache.get("a", ["dense torch"]) == {"dense torch": 1.0}
 
 
-def test_nothing_is_written_where_nothing_was_timed(tmp_path, monkeypatch):
+def test_nothing_is_written_if_nothing_was_timed(tmp_path, monkeypatch):
     monkeypatch.setenv("HALVE_CACHE", str(tmp_path / "cache"))
     TimingCache.of(torch.device("cpu")).save()
     assert not (tmp_path / "cache").exists()
@@ -71,7 +71,7 @@ def key(net, x):
     return network_key(fuse(capture(net.eval(), x).parts[0]), (x,))
 
 
-def test_networks_are_told_apart_by_all_that_they_run():
+def test_network_keys_depend_on_the_entire_graph():
     x = torch.randn(2, 4, 8, 8)
     conv = nn.Conv2d(4, 4, 3, padding=1)
     nets = [nn.Sequential(conv), nn.Sequential(conv, nn.Tanh()), nn.Sequential(conv, nn.Sigmoid())]
@@ -82,11 +82,11 @@ def test_networks_are_told_apart_by_all_that_they_run():
     assert key(nets[1], torch.randn(3, 4, 8, 8)) != keys[1]
 
 
-def test_what_runs_outside_of_a_graph_has_no_key():
+def test_a_network_outside_of_a_graph_has_no_key():
     assert network_key(nn.Sequential(nn.Linear(4, 4)), (torch.ones(2, 4),)) is None
 
 
-def test_a_layers_key_holds_shape_dtype_residual_and_sparsity():
+def test_layer_keys_contain_shape_dtype_residual_and_sparsity():
     net = nn.Sequential(nn.Conv2d(4, 4, 1, bias=False)).eval()
     [layer] = [m for m in fuse(capture(net, torch.randn(2, 4, 8, 8)).parts[0]).modules() if isinstance(m, Layer)]
     x = torch.randn(2, 4, 8, 8)

@@ -26,7 +26,7 @@ class TwoOutputs(nn.Module):
 def test_every_output_counts():
     masks = halve.prune(TwoOutputs(), permute=True, example=torch.randn(2, 4), also="b")
     assert masks["b"].layout.channel_order is None
-    assert masks.recipe["permute"]["fixed"]["b"] == "select reads it apart from its layer"
+    assert masks.recipe["permute"]["fixed"]["b"] == "also read by select, outside of its layer"
 
 
 def test_a_model_that_rolls_dice_cannot_be_checked():

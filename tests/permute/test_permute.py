@@ -341,7 +341,7 @@ def test_the_reason_why_an_order_stays_is_told():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Conv2d(4, 8, 1), nn.Flatten(), nn.Linear(512, 12), nn.Linear(12, 8), nn.Linear(8, 3))
     fixed = halve.prune(model, permute=True, example=tiny.images()).recipe["permute"]["fixed"]
-    assert "model's input" in fixed["0"]
+    assert "input of the model" in fixed["0"]
     assert fixed["2"] == "several neighbouring weights belong to one channel"
 
 

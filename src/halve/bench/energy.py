@@ -1,17 +1,17 @@
-"""What a GPU has used: the driver's own counter (NVML), read through ctypes so that nothing has to be installed."""
+"""GPU energy, from the driver's counter (NVML). Read through ctypes, so it needs no extra package."""
 
 import ctypes
 from collections.abc import Callable
 
 import torch
 
-Meter = Callable[[], int]  # millijoules since the driver was loaded, of the whole GPU
+Meter = Callable[[], int]  # returns the millijoules the GPU has used since the driver was loaded
 
 
-def meter_of(device: torch.device) -> Meter | None:
-    """A GPU's counter; None on a CPU, without NVML, and on GPUs that do not count (older than Volta, parts of one).
+def energy_meter(device: torch.device) -> Meter | None:
+    """The energy counter of a GPU, or None where there is none: on CPUs, without NVML, before Volta, on MIG slices.
 
-    >>> meter_of(torch.device("cpu")) is None
+    >>> energy_meter(torch.device("cpu")) is None
     True
     """
     if device.type != "cuda":
@@ -19,7 +19,7 @@ def meter_of(device: torch.device) -> Meter | None:
     try:
         library = ctypes.CDLL("libnvidia-ml.so.1")
         handle = ctypes.c_void_p()
-        # By UUID: CUDA_VISIBLE_DEVICES renumbers GPUs for CUDA alone.
+        # Look it up by UUID: CUDA_VISIBLE_DEVICES renumbers GPUs for CUDA, but not for NVML.
         name = f"GPU-{torch.cuda.get_device_properties(device).uuid}".encode()
         if library.nvmlInit_v2() or library.nvmlDeviceGetHandleByUUID(name, ctypes.byref(handle)):
             return None
@@ -29,7 +29,7 @@ def meter_of(device: torch.device) -> Meter | None:
     def read() -> int:
         count = ctypes.c_ulonglong()
         if library.nvmlDeviceGetTotalEnergyConsumption(handle, ctypes.byref(count)):
-            raise OSError("NVML does not tell the energy of this GPU")
+            raise OSError("NVML does not report the energy of this GPU")
         return count.value
 
     try:

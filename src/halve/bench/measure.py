@@ -1,4 +1,4 @@
-"""How fast a masked network runs, compiled by halve and by others, measured in one run."""
+"""Measure how fast a masked network runs, compiled by halve and by other systems."""
 
 import contextlib
 import gc
@@ -13,28 +13,30 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from halve.batches import Progress
-from halve.bench.energy import meter_of
-from halve.bench.rounds import burst_on, energy_mj, in_turns
-from halve.bench.systems import SYSTEMS, Case, Ready, weight_bytes
+from halve.bench.energy import energy_meter
+from halve.bench.rounds import burst_timer, energy_mj, interleaved
+from halve.bench.systems import SYSTEMS, Case, Prepared, weight_bytes
 from halve.cuda_graphs import autotuned_cudnn
 from halve.engine.capture.purity import preserved_buffers
 from halve.engine.compile import compile
 from halve.engine.compiled import Compiled
 from halve.engine.plan import Entry
-from halve.errors import EngineError, HalveError
+from halve.errors import EngineError, OptionError, first_line
 from halve.masks.apply import OnChanged, apply
 from halve.masks.mask import MaskSet
 from halve.modules import convert_
+from halve.outputs import relative_error
 
-_FAR = 0.2  # of the outputs' norm: more than half precision does, less than another network
+_TOLERANCE = 0.2  # relative error of outputs: far above rounding in half precision, far below a wrong network
+_LONGEST_ERROR = 300  # characters
 _NHWC = torch.channels_last
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """One system on one batch size: times of one call, or the reason why there are none.
+    """One system at one batch size: milliseconds per call, or the error that prevented it.
 
-    Memory is that of the weights and of what a call allocates beside them; energy is that of the whole GPU.
+    Memory is the weights plus what a call allocates. Energy is that of the entire GPU, including idle power.
     """
 
     batch: int
@@ -45,8 +47,8 @@ class Measurement:
     memory_bytes: int | None = None
     energy_mj_per_image: float | None = None
     error: str | None = None
-    note: str | None = None  # what is not as the system's name says
-    plan: tuple[Entry, ...] = ()  # of `halve` on a GPU: which layer runs how
+    note: str | None = None  # where the system differs from its description
+    plan: tuple[Entry, ...] = ()  # only of `halve` on a GPU: the kernel of each layer
 
     @property
     def images_per_second(self) -> float | None:
@@ -65,21 +67,37 @@ def bench(
     on_changed: OnChanged = "warn",
     progress: Progress | None = None,
 ) -> list[Measurement]:
-    """Milliseconds, memory and energy of the masked model in several systems, on the example's device.
+    """Measure latency, memory and energy of the masked model in several systems.
 
-    - "eager": the model as `halve.apply` gives it, channels last
-    - "compile": the same by torch.compile in mode "reduce-overhead"
-    - "compile_freezing": the same with weights as constants, which folds BatchNorm, and CUDA graphs
-    - "best_dense": halve's graph, folded and fused, each layer in its fastest dense way (PyTorch, cuDNN, cuBLAS)
-    - "torch_semi_structured": the same with Linear layers and 1x1 convolutions on PyTorch's own 2:4 products
-    - "halve_dense": the same with each layer that our kernel can run on that kernel, with all weights
-    - "halve": what `halve.compile` gives
+    Times are medians per call, including input checks and copies; inputs are already on the device. Systems are timed
+    in interleaved rounds in random order. A system that fails, returns wrong outputs or is not available gets an
+    `error` instead of times. The model is not changed. Resets torch.compile's caches if its systems are measured.
 
-    The last four run as CUDA graphs. Systems are called in turns, `seconds` each per batch size, on inputs that lie on
-    the device already. One that fails, gives other outputs than the model or is not there has an `error` instead of
-    times. On a CPU the three in the middle are not there, and `halve` runs dense.
+    Systems:
+        - "eager": the model from `halve.apply`, channels last.
+        - "compile": the same with torch.compile in mode "reduce-overhead".
+        - "compile_freezing": the same with torch.compile, freezing (folds BatchNorm) and CUDA graphs.
+        - "best_dense": halve's fused graph with the fastest dense kernel for each layer (PyTorch, cuDNN, cuBLAS).
+        - "torch_semi_structured": best_dense with PyTorch's own 2:4 for Linear layers and 1x1 convolutions.
+        - "halve_dense": best_dense with halve's kernels on dense weights where they can run a layer.
+        - "halve": the model from `halve.compile`.
 
-    What torch.compile has compiled before is forgotten when its systems are measured. The model stays as it is.
+    The last four run as CUDA graphs. best_dense, torch_semi_structured and halve_dense need a GPU; on a CPU, halve runs
+    dense.
+
+    Args:
+        model: the dense model.
+        masks: from `halve.learn`, `halve.prune` or `halve.load`.
+        example: images, or a tuple of inputs, repeated or cut to each batch size. Sets the device.
+        batch_sizes: batch sizes to measure.
+        dtype: what is computed in.
+        systems: names from the list above. Default: all.
+        seconds: time spent on each system at each batch size, not counting compilation.
+        on_changed: what to do if the weights are not those the masks were made for: "warn", "error" or "ignore".
+        progress: wraps iterables to report progress: called as `progress(items, description)`.
+
+    Returns:
+        One `Measurement` per batch size and system, in the order given.
 
     >>> import halve
     >>> model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU()).eval()
@@ -95,19 +113,9 @@ def bench(
     >>> [(one.system, one.median_ms is not None, one.error) for one in found]
     [('eager', True, None), ('halve', True, None), ('best_dense', False, 'needs a CUDA GPU')]
     """
-    chosen = list(dict.fromkeys(systems))
-    for name in chosen:
-        if name not in SYSTEMS:
-            raise EngineError(f"no system is called {name!r}; there are {', '.join(SYSTEMS)}")
-    sizes = list(dict.fromkeys(batch_sizes))
-    for size in sizes:
-        if not isinstance(size, int) or size < 1:
-            raise EngineError(f"batch sizes are whole numbers from 1 on, not {size!r}")
-    if not chosen or not sizes or not seconds > 0:
-        raise EngineError("there is nothing to measure: give at least one system, one batch size and some time")
+    names, sizes = list(dict.fromkeys(systems)), list(dict.fromkeys(batch_sizes))
     inputs = example if isinstance(example, tuple) else (example,)
-    if not inputs or not all(isinstance(x, Tensor) and x.dim() and len(x) for x in inputs):
-        raise EngineError("the example must be a tensor of images, or a tuple of tensors, as the model takes them")
+    _check_options(names, sizes, seconds, inputs)
     device = inputs[0].device
     masked = apply(model, masks, permute=bool(masks.moves), on_changed=on_changed).eval().requires_grad_(False)
     convert_(masked, dtype, device)
@@ -121,120 +129,135 @@ def bench(
 
     found = []
     with torch.no_grad(), autotuned_cudnn(), _on(device):
-        order = _put_in_order_(masked, inputs, dtype)
+        memory_format = _to_channels_last_(masked, inputs, dtype)
         for size in sizes:
-            case = Case(masked, _batch_of(inputs, size, dtype, order), compiled)
-            found += _measured(case, chosen, seconds, progress)
+            case = Case(masked, _batch_of(inputs, size, dtype, memory_format), compiled)
+            found += _measure_batch(case, names, seconds, progress)
     return found
 
 
-def _put_in_order_(masked: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> torch.memory_format:
-    """Channels last, where the model's code bears it: volumes have no such order, and views of images may not fit."""
+def _check_options(systems: list[str], batch_sizes: list[int], seconds: float, inputs: tuple[Any, ...]) -> None:
+    if not systems:
+        raise OptionError(f"systems must name at least one of {', '.join(SYSTEMS)}, got none")
+    for name in systems:
+        if name not in SYSTEMS:
+            raise OptionError(f"unknown system {name!r}: systems must be among {', '.join(SYSTEMS)}")
+    if not batch_sizes:
+        raise OptionError("batch_sizes must hold at least one batch size, got none")
+    for size in batch_sizes:
+        if not isinstance(size, int) or size < 1:
+            raise OptionError(f"batch_sizes must be positive integers, got {size!r}")
+    if not seconds > 0:
+        raise OptionError(f"seconds must be positive, got {seconds!r}")
+    if not inputs or not all(isinstance(x, Tensor) and x.dim() and len(x) for x in inputs):
+        raise OptionError("example must be a tensor of images, or a tuple of tensors, as the model takes them")
+
+
+def _to_channels_last_(masked: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.dtype) -> torch.memory_format:
+    """Convert the model to channels last if it still runs then; returns the memory format it has now.
+
+    Models with 5D weights stay contiguous, and so do models whose code calls `view` on images.
+    """
     if not any(p.dim() == 5 for p in masked.parameters()):
         masked.to(memory_format=_NHWC)
         try:
             with preserved_buffers(masked):
                 masked(*_batch_of(inputs, len(inputs[0]), dtype, _NHWC))
             return _NHWC
-        except Exception:  # the model's own code: the eager system will say so if it does not run at all
+        except Exception:  # the model's own code; if it never runs, the eager system reports the error
             masked.to(memory_format=torch.contiguous_format)
     return torch.contiguous_format
 
 
-def _measured(case: Case, names: list[str], seconds: float, progress: Progress | None) -> list[Measurement]:
-    """All systems on one batch."""
+def _measure_batch(case: Case, names: list[str], seconds: float, progress: Progress | None) -> list[Measurement]:
+    """Measure all systems on one batch."""
     batch, device = case.batch, case.inputs[0].device
-    told: dict[str, dict[str, Any]] = {name: {} for name in names}
-    ready: dict[str, Ready] = {}
+    results: dict[str, dict[str, Any]] = {name: {} for name in names}
+    prepared: dict[str, Prepared] = {}
     try:
         expected = _outputs(case.masked(*case.inputs))
-    except Exception:  # the eager system will say so
+    except Exception:  # the eager system reports the error
         expected = None
-    for name in progress(names, f"batch {batch}: making ready") if progress else names:
+    for name in progress(names, f"batch {batch}: preparing") if progress else names:
         try:
-            ready[name], told[name]["memory_bytes"] = _prepared(name, case, expected)
-            told[name] |= {"note": ready[name].note, "plan": ready[name].plan}
+            prepared[name], results[name]["memory_bytes"] = _prepare(name, case, expected)
+            results[name] |= {"note": prepared[name].note, "plan": prepared[name].plan}
         except Exception as error:
-            told[name] = {"error": _reason(error)}
-            _let_go(device)
-    burst = burst_on(device)
-    calls = {name: system.call for name, system in ready.items()}
-    times, failed = in_turns(calls, burst, seconds=seconds, progress=progress, what=f"batch {batch}: timing")
-    meter = meter_of(device)
+            results[name] = {"error": first_line(error, _LONGEST_ERROR)}
+            _free_memory(device)
+    burst = burst_timer(device)
+    calls = {name: system.call for name, system in prepared.items()}
+    times, failed = interleaved(calls, burst, seconds=seconds, progress=progress, what=f"batch {batch}: timing")
+    meter = energy_meter(device)
     for name, all_ms in times.items():
         p10, median, p90 = (float(ms) for ms in np.percentile(all_ms, (10, 50, 90)))
-        told[name] |= {"median_ms": median, "p10_ms": p10, "p90_ms": p90}
+        results[name] |= {"median_ms": median, "p10_ms": p10, "p90_ms": p90}
         if meter is not None:
             used = energy_mj(calls[name], burst, meter, median)
-            told[name]["energy_mj_per_image"] = None if used is None else used / batch
-    for name, why in failed.items():
-        told[name] = {"error": _reason(why)}
-    ready.clear()
+            results[name]["energy_mj_per_image"] = None if used is None else used / batch
+    for name, failure in failed.items():
+        results[name] = {"error": first_line(failure, _LONGEST_ERROR)}
+    prepared.clear()
     calls.clear()
     if any(name.startswith("compile") for name in names):
-        torch.compiler.reset()  # its graphs hold memory, and it takes only so many shapes of one model
-    _let_go(device)
-    return [Measurement(batch, name, **told[name]) for name in names]
+        torch.compiler.reset()  # its graphs hold memory, and it limits how often one model is recompiled
+    _free_memory(device)
+    return [Measurement(batch, name, **results[name]) for name in names]
 
 
-def _prepared(name: str, case: Case, expected: list[Tensor] | None) -> tuple[Ready, int | None]:
-    """The system, checked against the model's own outputs, and its memory where that can be told."""
+def _prepare(name: str, case: Case, expected: list[Tensor] | None) -> tuple[Prepared, int | None]:
+    """Prepare a system and check its outputs; also returns its memory in bytes on a GPU."""
     device = case.inputs[0].device
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # what matters of them is in the notes
+        warnings.simplefilter("ignore")  # notes say what matters
         system = SYSTEMS[name](case)
         before = 0
         if case.on_gpu:
             torch.cuda.synchronize(device)
             torch.cuda.reset_peak_memory_stats(device)
             before = torch.cuda.memory_allocated(device)
-        system.settle()
+        system.warm_up()
         memory = None
         if case.on_gpu:
             torch.cuda.synchronize(device)
             memory = weight_bytes(system.module) + torch.cuda.max_memory_allocated(device) - before
         outputs = _outputs(system.call())
-    if expected is not None and (why := _differing(outputs, expected)):
+    if expected is not None and (why := _mismatch(outputs, expected)):
         raise EngineError(why)
     return system, memory
 
 
 def _outputs(result: Any) -> list[Tensor]:
-    """Floating tensors of a model's result, copied: some systems use their memory again."""
-    leaves = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor) and x.is_floating_point()]
-    return [x.float().clone() for x in leaves]
+    """Copies of the floating-point tensors that a model returned. Some systems reuse the memory of their outputs."""
+    return [x.clone() for x in pytree.tree_leaves(result) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
-def _differing(got: list[Tensor], expected: list[Tensor]) -> str | None:
-    """Why outputs are not those of the model; None where they are, up to what a type's precision does."""
+def _mismatch(got: list[Tensor], expected: list[Tensor]) -> str | None:
+    """How outputs differ from the eager model's; None if they agree up to rounding."""
     if [x.shape for x in got] != [x.shape for x in expected]:
-        shapes = [tuple(x.shape) for x in got], [tuple(x.shape) for x in expected]
-        return f"gives outputs of shapes {shapes[0]}, the model {shapes[1]}"
-    for ours, theirs in zip(got, expected, strict=True):
+        shapes = [[tuple(x.shape) for x in outputs] for outputs in (got, expected)]
+        return f"outputs have shapes {shapes[0]}, the eager model's have {shapes[1]}"
+    for index, (ours, theirs) in enumerate(zip(got, expected, strict=True)):
         if not bool(theirs.isfinite().all()):
-            continue  # the type is too small for this model: nothing to compare with
-        distance = float((ours - theirs).norm() / theirs.norm().clamp(min=1e-12))
-        if not distance < _FAR:
-            return f"gives other outputs than the model: their relative distance is {distance:.2g}"
+            continue  # this model overflows in this dtype: there is nothing to compare with
+        error = relative_error(ours, theirs)
+        if error > _TOLERANCE:
+            where = f"output {index}" if len(got) > 1 else "the output"
+            return f"{where} differs from the eager model's by {error:.2g} (relative), allowed is {_TOLERANCE}"
     return None
 
 
 def _batch_of(
-    inputs: tuple[Tensor, ...], size: int, dtype: torch.dtype, order: torch.memory_format
+    inputs: tuple[Tensor, ...], size: int, dtype: torch.dtype, memory_format: torch.memory_format
 ) -> tuple[Tensor, ...]:
-    """The example's first rows, repeated to a batch, in the type that is computed in."""
+    """The example, repeated or cut to `size` images, in the dtype that is computed in."""
 
-    def varied(x: Tensor) -> Tensor:
+    def resized(x: Tensor) -> Tensor:
         x = x[torch.arange(size, device=x.device) % len(x)]
         x = x.to(dtype) if x.is_floating_point() else x
-        return x.contiguous(memory_format=order) if x.dim() == 4 else x.contiguous()
+        return x.contiguous(memory_format=memory_format) if x.dim() == 4 else x.contiguous()
 
-    return tuple(varied(x) for x in inputs)
-
-
-def _reason(error: Exception) -> str:
-    text = (str(error).strip().splitlines() or [""])[0][:300]
-    return text if isinstance(error, HalveError) else f"{type(error).__name__}: {text}".rstrip(": ")
+    return tuple(resized(x) for x in inputs)
 
 
 @contextlib.contextmanager
@@ -243,8 +266,8 @@ def _on(device: torch.device) -> Iterator[None]:
         yield
 
 
-def _let_go(device: torch.device) -> None:
-    """Memory of systems that are gone, for those to come."""
+def _free_memory(device: torch.device) -> None:
+    """Return the memory of deleted systems to the GPU."""
     gc.collect()
     if device.type == "cuda":
         with contextlib.suppress(RuntimeError):

@@ -1,4 +1,4 @@
-"""Measurements as plain records: one per measurement, each with all that is needed to understand it by itself."""
+"""Measurements as JSON records. Each record is self-contained: it names network, dtype, hardware and versions."""
 
 import datetime
 import platform
@@ -11,7 +11,7 @@ import torch
 from halve.bench.measure import Measurement
 from halve.version import VERSION
 
-OPTIONAL = ("images_per_second", "memory_bytes", "energy_mj_per_image", "error", "note")  # left out where unknown
+OPTIONAL = ("images_per_second", "memory_bytes", "energy_mj_per_image", "error", "note")  # omitted if unknown
 
 
 def records(
@@ -25,7 +25,7 @@ def records(
     """
     found = []
     for one in measurements:
-        record: dict[str, Any] = _where(network, one.batch, dtype, device) | {
+        record: dict[str, Any] = _context(network, one.batch, dtype, device) | {
             "system": one.system,
             "median_ms": _rounded(one.median_ms, 5),
             "p10_ms": _rounded(one.p10_ms, 5),
@@ -45,20 +45,20 @@ def records(
 def layer_records(
     measurements: Iterable[Measurement], network: str, dtype: torch.dtype, device: torch.device
 ) -> list[dict[str, Any]]:
-    """One record per layer of each plan that was measured: layer, shape, kernel, times, reason."""
+    """One record per layer of each measured plan: layer, shape, kernel, times, reason."""
     return [
-        _where(network, one.batch, dtype, device) | {key: _rounded(value, 5) for key, value in asdict(entry).items()}
+        _context(network, one.batch, dtype, device) | {key: _rounded(value, 5) for key, value in asdict(entry).items()}
         for one in measurements
         for entry in one.plan
     ]
 
 
-def _where(network: str, batch: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
-    """What every record begins with."""
+def _context(network: str, batch: int, dtype: torch.dtype, device: torch.device) -> dict[str, Any]:
+    """The fields that every record starts with."""
     return {
         "network": network,
         "batch": batch,
-        "dtype": _word(dtype),
+        "dtype": _dtype_name(dtype),
         "hardware": hardware(device),
         "versions": versions(),
         "date": datetime.date.today().isoformat(),
@@ -66,21 +66,21 @@ def _where(network: str, batch: int, dtype: torch.dtype, device: torch.device) -
 
 
 def hardware(device: torch.device) -> str:
-    """The device in words."""
+    """The name of the GPU, or of the CPU with its number of threads."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
 
 
 def versions() -> dict[str, str]:
-    """Of what decides how fast things are."""
+    """The versions of halve and of the libraries that affect speed."""
     found = {"halve": VERSION, "torch": torch.__version__, "cuda": torch.version.cuda}
     if torch.backends.cudnn.is_available():
         found["cudnn"] = str(torch.backends.cudnn.version())
     return {name: str(version) for name, version in found.items() if version}
 
 
-def _word(dtype: torch.dtype) -> str:
+def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 

@@ -1,4 +1,4 @@
-"""Times of several calls, taken in turns: a change of the clock or a busy neighbour meets all of them alike."""
+"""Interleaved timing of several calls, so that clock changes and other load affect all of them equally."""
 
 import itertools
 import random
@@ -11,15 +11,15 @@ from halve.batches import Progress
 from halve.bench.energy import Meter
 
 Call = Callable[[], object]
-Burst = Callable[[Call, int], list[float]]  # (call, how often) -> milliseconds of each
+BurstTimer = Callable[[Call, int], list[float]]  # (call, count) -> milliseconds of each call
 
-ROUNDS, FEWEST = 10, 3
-_MOST = 500  # calls in one burst
-_WINDOW = 0.5  # seconds over which energy is counted at least: the counter moves ten to fifty times in one
+MAX_ROUNDS, MIN_ROUNDS = 10, 3
+_MAX_BURST = 500  # calls
+_MIN_WINDOW = 0.5  # seconds to measure energy over: the counter updates only ten to fifty times per second
 
 
-def burst_on(device: torch.device) -> Burst:
-    """How calls are timed there: by events on a GPU, which does not wait between calls; by the clock on a CPU."""
+def burst_timer(device: torch.device) -> BurstTimer:
+    """A function that times consecutive calls: with CUDA events on a GPU, without synchronizing in between."""
     return _on_gpu if device.type == "cuda" else _on_cpu
 
 
@@ -42,32 +42,37 @@ def _on_cpu(call: Call, count: int) -> list[float]:
     return times
 
 
-def in_turns(
-    calls: Mapping[str, Call], burst: Burst, *, seconds: float, progress: Progress | None = None, what: str = "timing"
+def interleaved(
+    calls: Mapping[str, Call],
+    burst: BurstTimer,
+    *,
+    seconds: float,
+    progress: Progress | None = None,
+    what: str = "timing",
 ) -> tuple[dict[str, list[float]], dict[str, Exception]]:
-    """Milliseconds of each call, from rounds over all of them with about `seconds` for each; and those that failed.
+    """Time all calls in interleaved rounds; returns the milliseconds of each call, and the errors of those that failed.
 
-    The first call of each burst is not counted: it finds the caches as another system left them, and a GPU idle. Each
-    round has another order: what one system makes of the clock is met by the next.
+    Every call gets about `seconds` in total. The first call of a burst is not counted: it runs on cold caches and an
+    idle GPU. Rounds are in random order, since a call that draws more power slows down the one after it.
 
-    >>> times, failed = in_turns({"short": lambda: None, "wrong": lambda: 1 / 0}, _on_cpu, seconds=0.01)
+    >>> times, failed = interleaved({"short": lambda: None, "wrong": lambda: 1 / 0}, _on_cpu, seconds=0.01)
     >>> list(times), failed
     (['short'], {'wrong': ZeroDivisionError('division by zero')})
     """
     times: dict[str, list[float]] = {name: [] for name in calls}
     failed: dict[str, Exception] = {}
-    takes: dict[str, float] = {}
+    estimates: dict[str, float] = {}  # milliseconds
     for name, call in calls.items():
         try:
-            takes[name] = max(min(burst(call, 2)), 1e-4)
+            estimates[name] = max(min(burst(call, 2)), 1e-4)
         except Exception as error:
             failed[name] = error
-    slowest = max(takes.values(), default=1.0)
-    rounds = max(FEWEST, min(ROUNDS, int(1e3 * seconds / slowest)))
-    counts = {name: max(1, min(_MOST, round(1e3 * seconds / rounds / ms))) for name, ms in takes.items()}
-    orders = random.Random(0)
+    slowest = max(estimates.values(), default=1.0)
+    rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(1e3 * seconds / slowest)))
+    counts = {name: max(1, min(_MAX_BURST, round(1e3 * seconds / rounds / ms))) for name, ms in estimates.items()}
+    generator = random.Random(0)
     for _ in progress(range(rounds), what) if progress else range(rounds):
-        for name in orders.sample(list(counts), len(counts)):
+        for name in generator.sample(list(counts), len(counts)):
             if name in failed:
                 continue
             count = counts[name]
@@ -78,13 +83,13 @@ def in_turns(
     return {name: found for name, found in times.items() if name not in failed}, failed
 
 
-def energy_mj(call: Call, burst: Burst, meter: Meter, ms: float, window: float = _WINDOW) -> float | None:
-    """Millijoules of one call that takes about `ms`, between two moments at which the counter moved.
+def energy_mj(call: Call, burst: BurstTimer, meter: Meter, ms: float, window: float = _MIN_WINDOW) -> float | None:
+    """Millijoules per call, or None if the counter does not update.
 
-    None where it does not move.
+    Measured from one counter update to another, at least `window` seconds apart. `ms` is about how long a call takes.
     """
-    count = max(1, min(_MOST, round(10 / ms)))
-    marks: list[tuple[float, int, int]] = []  # seconds, calls, millijoules, whenever the counter has moved
+    count = max(1, min(_MAX_BURST, round(10 / ms)))
+    marks: list[tuple[float, int, int]] = []  # (seconds, calls, millijoules) at each counter update
     calls, last, started = 0, meter(), time.perf_counter()
     while True:
         burst(call, count)

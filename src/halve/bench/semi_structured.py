@@ -1,6 +1,6 @@
-"""torch's own 2:4 (`torch.sparse.to_sparse_semi_structured`) in a compiled network: a peer to be measured against.
+"""PyTorch's own 2:4 (`torch.sparse.to_sparse_semi_structured`) in a compiled network, to compare against.
 
-It has products of matrices alone. Linear layers and 1x1 convolutions of stride 1 run on it, others as they did.
+It only has matrix products: Linear layers and 1x1 convolutions of stride 1 use it, other layers keep their kernels.
 """
 
 import warnings
@@ -16,8 +16,8 @@ from halve.engine.operations import Convolution, Linear, finish
 from halve.errors import EngineError, first_line
 
 
-class Product(nn.Module):
-    """A `Layer` as a product with a semi-structured matrix; BatchNorm and bias stay inside, the activation follows."""
+class SemiStructuredLayer(nn.Module):
+    """A `Layer` whose weight is a semi-structured matrix. The bias is fused; residual and activation are not."""
 
     packed: Tensor
     bias: Tensor | None
@@ -26,11 +26,11 @@ class Product(nn.Module):
         super().__init__()
         tensors, self.operation = layer.tensors(), layer.operation
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # a prototype, as it says
+            warnings.simplefilter("ignore")  # PyTorch warns that it is a prototype
             matrix: Any = torch.sparse.to_sparse_semi_structured(tensors["weight"].flatten(1).contiguous())
-        matrix.fuse_transpose_cusparselt = transposed  # the product is written channels last at once
+        matrix.fuse_transpose_cusparselt = transposed  # cuSPARSELt writes the product transposed, already channels last
         self.matrix, self.linear = matrix, isinstance(layer.operation, Linear)
-        self.register_buffer("packed", matrix.packed)  # counted as its weight
+        self.register_buffer("packed", matrix.packed)  # so that it counts towards the weights
         bias = tensors.get("bias")
         self.register_buffer("bias", None if bias is None else bias.to(layer.dtype))
 
@@ -43,29 +43,29 @@ class Product(nn.Module):
         return y if self.linear else y.permute(0, 3, 1, 2)
 
 
-def put_in_(fast: Compiled, inputs: tuple[Tensor, ...]) -> str:
-    """Run what can be run on it, each layer tried on the input that it gets. Says how many, and why not the others.
+def replace_layers_(fast: Compiled, inputs: tuple[Tensor, ...]) -> str:
+    """Run 2:4 layers on PyTorch's semi-structured matrices where possible; returns a note on how many, and why not all.
 
-    Raises `EngineError` when none can.
+    Each layer is tried on its actual input. Raises `EngineError` if no layer can be replaced.
     """
-    products: dict[int, Product] = {}
+    replaced: dict[int, SemiStructuredLayer] = {}
     reasons: dict[str, str] = {}
 
     def try_layer(layer: Layer, args: tuple[Any, ...]) -> None:
         operation = layer.operation
         if not layer.is_2_4 or not isinstance(operation, Convolution | Linear) or not operation.pointwise:
             return
-        if id(layer) in products:
+        if id(layer) in replaced:
             return
         for transposed in (True, False):
             try:
-                product = Product(layer, transposed)
-                product(*args)
+                candidate = SemiStructuredLayer(layer, transposed)
+                candidate(*args)
                 torch.cuda.synchronize()
-            except Exception as error:  # whatever a library has against this shape
+            except Exception as error:  # libraries refuse shapes with all kinds of errors
                 reasons[layer.name] = first_line(error)
                 continue
-            products[id(layer)] = product
+            replaced[id(layer)] = candidate
             reasons.pop(layer.name, None)
             return
 
@@ -76,10 +76,12 @@ def put_in_(fast: Compiled, inputs: tuple[Tensor, ...]) -> str:
     finally:
         for handle in handles:
             handle.remove()
-    why = "".join(f"; not {name}: {reason}" for name, reason in reasons.items())
-    if not products:
-        raise EngineError(f"no 2:4 layer is a Linear or a 1x1 convolution of stride 1 that it can run{why}")
+    why = "".join(f"; {name} failed: {reason}" for name, reason in reasons.items())
+    if not replaced:
+        raise EngineError(
+            f"needs a 2:4 Linear layer or 1x1 convolution of stride 1 that PyTorch can run, found none{why}"
+        )
     for name, module in list(fast.named_modules()):
-        if id(module) in products:
-            fast.set_submodule(name, products[id(module)])
-    return f"{len(products)} of {len(layers)} layers on it, others as in best_dense: it has no convolution{why}"
+        if id(module) in replaced:
+            fast.set_submodule(name, replaced[id(module)])
+    return f"{len(replaced)} of {len(layers)} layers semi-structured, the others as in best_dense: no convolutions{why}"

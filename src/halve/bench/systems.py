@@ -1,4 +1,4 @@
-"""What a compiled network is measured against: each system is made ready to be called on one batch."""
+"""The systems that `halve.bench` compares. Each is prepared for one batch, then timed."""
 
 import copy
 from collections.abc import Callable
@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halve.bench.semi_structured import put_in_
+from halve.bench.semi_structured import replace_layers_
 from halve.engine.compiled import CUDA_GRAPH, Compiled
 from halve.engine.kernels.kernel import Kernel
 from halve.engine.kernels.registry import family_of
@@ -20,7 +20,7 @@ from halve.errors import EngineError
 
 @dataclass(frozen=True)
 class Case:
-    """What all systems start from: the masked model in its type, one batch beside it, and `halve.compile` of it."""
+    """What every system gets: the masked model in the compute dtype, one batch, and the compiled model."""
 
     masked: nn.Module
     inputs: tuple[Tensor, ...]
@@ -36,75 +36,75 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Ready:
-    """A system at hand: `call` runs the batch; `settle` comes before it once, and allocates what a call needs."""
+class Prepared:
+    """A system that can be timed. `call` runs the batch; `warm_up` runs once before it and allocates memory."""
 
     call: Callable[[], Any]
-    settle: Callable[[], Any]
-    module: nn.Module  # holds the weights
+    warm_up: Callable[[], Any]
+    module: nn.Module  # owns the weights
     note: str | None = None
     plan: tuple[Entry, ...] = ()
 
 
-def _eager(case: Case) -> Ready:
+def _eager(case: Case) -> Prepared:
     def call() -> Any:
         return case.masked(*case.inputs)
 
-    return Ready(call, call, case.masked)
+    return Prepared(call, call, case.masked)
 
 
-def _compile(case: Case) -> Ready:
-    return _by_inductor(case, mode="reduce-overhead")
+def _compile(case: Case) -> Prepared:
+    return _torch_compile(case, mode="reduce-overhead")
 
 
-def _compile_freezing(case: Case) -> Ready:
-    # Both: the tracer reads the global setting, and the option tells this backend from the one without.
+def _compile_freezing(case: Case) -> Prepared:
+    # Set freezing twice: tracing reads the global config, and the option makes Dynamo compile again.
     options = {"freezing": True, "triton.cudagraphs": True}
     with torch._inductor.config.patch(freezing=True):
-        return _by_inductor(case, options=options)
+        return _torch_compile(case, options=options)
 
 
-def _by_inductor(case: Case, **options: Any) -> Ready:
+def _torch_compile(case: Case, **options: Any) -> Prepared:
     model = copy.deepcopy(case.masked)
     fast = torch.compile(model, dynamic=False, **options)
 
     def call() -> Any:
-        torch.compiler.cudagraph_mark_step_begin()  # what an earlier call gave may be overwritten
+        torch.compiler.cudagraph_mark_step_begin()  # outputs of earlier calls may be overwritten
         return fast(*case.inputs)
 
-    def settle() -> None:
-        for _ in range(2):  # recorded, then replayed
+    def warm_up() -> None:
+        for _ in range(2):  # the first records a CUDA graph, the second replays it
             call()
 
     call()  # compiles
-    return Ready(call, settle, model)
+    return Prepared(call, warm_up, model)
 
 
-def _best_dense(case: Case) -> Ready:
-    fast, _ = _on_kernels(case, lambda times: times.best_dense)
+def _best_dense(case: Case) -> Prepared:
+    fast, _ = _with_kernels(case, lambda times: times.best_dense)
     return _recorded(fast, case)
 
 
-def _halve_dense(case: Case) -> Ready:
-    fast, kernels = _on_kernels(case, _our_dense)
+def _halve_dense(case: Case) -> Prepared:
+    fast, kernels = _with_kernels(case, _our_dense)
     ours = sum(not family_of(kernel).library for kernel in kernels)
     if not ours:
-        raise EngineError(f"our kernels cannot run any of its layers here: {fast.reason or 'unsupported shapes'}")
+        raise EngineError(f"no layer can run on our kernels: {fast.reason or 'unsupported shapes'}")
     return _recorded(fast, case, f"{ours} of {len(fast.layers)} layers on our kernels, the others as in best_dense")
 
 
 def _our_dense(times: LayerTimes) -> Kernel:
-    """Our fastest kernel with all weights, or the fastest library kernel if there is none."""
+    """Our fastest kernel on the dense weight, or the fastest library kernel if we have none."""
     return times.best_our_dense or times.best_dense
 
 
-def _torch_semi_structured(case: Case) -> Ready:
-    fast, _ = _on_kernels(case, lambda times: times.best_dense)
-    return _recorded(fast, case, put_in_(fast, case.inputs))
+def _torch_semi_structured(case: Case) -> Prepared:
+    fast, _ = _with_kernels(case, lambda times: times.best_dense)
+    return _recorded(fast, case, replace_layers_(fast, case.inputs))
 
 
-def _on_kernels(case: Case, choose: Callable[[LayerTimes], Kernel]) -> tuple[Compiled, list[Kernel]]:
-    """A copy of the compiled network, without recordings, whose layers run on the chosen kernels."""
+def _with_kernels(case: Case, choose: Callable[[LayerTimes], Kernel]) -> tuple[Compiled, list[Kernel]]:
+    """A copy of the compiled network with other kernels, and those kernels. The copy has no CUDA graphs."""
     if not case.on_gpu:
         raise EngineError("needs a CUDA GPU")
     fast = copy.deepcopy(case.compiled())
@@ -116,14 +116,14 @@ def _on_kernels(case: Case, choose: Callable[[LayerTimes], Kernel]) -> tuple[Com
     return fast, kernels
 
 
-def _recorded(fast: Compiled, case: Case, note: str | None = None) -> Ready:
-    """The network in a CUDA graph, like `halve` itself: inputs are copied in, outputs out."""
+def _recorded(fast: Compiled, case: Case, note: str | None = None) -> Prepared:
+    """The network as a CUDA graph. Like in `halve` itself, inputs and outputs are copied."""
     recordings = Recordings()
-    fast(*case.inputs)  # kernels are loaded and algorithms chosen before anything is recorded
-    return Ready(lambda: recordings.replay(case.inputs), lambda: recordings.record(fast, case.inputs), fast, note)
+    fast(*case.inputs)  # load kernels and pick algorithms before recording
+    return Prepared(lambda: recordings.replay(case.inputs), lambda: recordings.record(fast, case.inputs), fast, note)
 
 
-def _halve(case: Case) -> Ready:
+def _halve(case: Case) -> Prepared:
     fast = case.compiled()
     notes = [] if fast.reason is None else [f"runs dense: {fast.reason}"]
 
@@ -131,14 +131,14 @@ def _halve(case: Case) -> Ready:
         return fast(*case.inputs)
 
     if not case.on_gpu:
-        return Ready(call, call, fast, "; ".join(notes) or None)
+        return Prepared(call, call, fast, "; ".join(notes) or None)
     fast.warmup([case.batch])
     notes += [f"{name} {why}" for name, why in fast.plan.uncompiled.items() if name == CUDA_GRAPH]
     plan = tuple(fast.plan.batches.get(case.batch, ()))
-    return Ready(call, lambda: fast.warmup([case.batch]), fast, "; ".join(notes) or None, plan)
+    return Prepared(call, lambda: fast.warmup([case.batch]), fast, "; ".join(notes) or None, plan)
 
 
-SYSTEMS: dict[str, Callable[[Case], Ready]] = {
+SYSTEMS: dict[str, Callable[[Case], Prepared]] = {
     "eager": _eager,
     "compile": _compile,
     "compile_freezing": _compile_freezing,
@@ -150,7 +150,7 @@ SYSTEMS: dict[str, Callable[[Case], Ready]] = {
 
 
 def weight_bytes(module: nn.Module) -> int:
-    """Of all parameters and buffers, each storage once.
+    """Bytes of all parameters and buffers. Shared storage counts once.
 
     >>> weight_bytes(nn.Linear(4, 2))
     40

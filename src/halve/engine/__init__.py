@@ -1,1 +1,1 @@
-"""Run masked networks fast."""
+"""Compile masked networks for fast inference."""

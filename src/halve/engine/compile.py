@@ -1,4 +1,4 @@
-"""Model, masks and an example -> a network that runs fast (see compiled.py)."""
+"""`halve.compile`: capture, fuse and plan a masked model."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -45,17 +45,17 @@ def compile(
     Args:
         model: the dense model.
         masks: from `halve.learn`, `halve.prune` or `halve.load`.
-        example: images, or a tuple of inputs. Sets the device, dtype and shape of inputs; the batch size stays free.
+        example: images, or a tuple of inputs. Sets the device, dtype and shape of inputs; the batch size may vary.
         dtype: what is computed in: float16 or bfloat16 for sparse tensor cores. Default: the example's dtype. Outputs
             have the example's dtype.
-        batch_sizes: more batch sizes to plan and record now, beside the example's (see `Compiled.warmup`).
+        batch_sizes: batch sizes to plan and record now, besides the example's (see `Compiled.warmup`).
         any_size: accept other image sizes than the example's, if the model does. Capturing takes longer.
         on_changed: what to do if the weights are not those the masks were made for: "warn", "error" or "ignore".
-        plan_from: a compiled network of the same structure whose plan is used, so that nothing is timed again: an
-            updated checkpoint under the same masks is only packed and recorded.
+        plan_from: a compiled network with the same layers, whose plan is reused instead of timing kernels again. For
+            updated checkpoints under the same masks.
 
     Returns:
-        A module that takes the place of the model; its `plan` says which layer runs on which kernel, and why.
+        A module that replaces the model. Its `plan` says which kernel each layer uses, and why.
 
     >>> import halve, warnings
     >>> model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval()
@@ -87,7 +87,7 @@ def compile(
 
 @dataclass
 class _Body:
-    """What runs: a graph with its guards, or the model itself, perhaps with some modules captured."""
+    """What a compiled network runs: a graph with its guards, or the model itself with some or no modules captured."""
 
     module: nn.Module
     guards: Guards | None = None
@@ -104,11 +104,11 @@ def _compiled(
     any_size: bool,
     on_changed: OnChanged,
 ) -> Compiled:
-    """Captured, fused and converted, with every layer on the fallback kernel."""
-    exact = torch.float64 if dtype == torch.float64 else torch.float32  # what is folded in
+    """The captured, fused and converted network. Every layer still uses the fallback kernel."""
+    exact = torch.float64 if dtype == torch.float64 else torch.float32  # BatchNorm is folded in this dtype
     masked = apply(model, masks, permute=bool(masks.moves), on_changed=on_changed).eval()
     convert_(masked, exact, inputs[0].device)
-    given = tuple(_cast(x, exact).contiguous() for x in inputs)  # code that views images as rows needs it
+    given = tuple(_cast(x, exact).contiguous() for x in inputs)  # code that calls `view` on images needs it
     body = _body(masked, given, any_size)
     _convert_(body.module, dtype)
     for part in body.parts.values():
@@ -116,7 +116,7 @@ def _compiled(
     replace_parts_(body.module, body.parts)
     fast = Compiled(body.module, inputs, dtype, body.uncompiled, body.guards)
     if body.changes_itself:
-        fast.run_eagerly("the network changes itself when it runs")
+        fast.run_eagerly("the network changes its buffers when it runs")
     if body.guards is not None or body.parts:
         body.uncompiled |= _not_compiled(model, masks, {layer.name for layer in fast.layers}, body.uncompiled)
     _run_once(fast, inputs, type(model).__name__, dtype)
@@ -168,10 +168,10 @@ def _run_once(fast: Compiled, inputs: tuple[Tensor, ...], name: str, dtype: torc
             fast(*(x.clone() for x in inputs))
     except EngineError:
         raise
-    except Exception as error:  # the model's own code, in a precision that it may not be made for
+    except Exception as error:  # the model's own code, in a precision that it may not support
         if dtype == torch.float32:
             raise ModelError(f"{name} does not run on the example: {error}") from error
-        raise EngineError(f"{name} does not run in {dtype} ({error}); leave out dtype= or use another") from error
+        raise EngineError(f"{name} does not run in {dtype} ({error}); omit dtype= or use another") from error
 
 
 def _check_example(model: nn.Module, inputs: tuple[Any, ...]) -> None:
@@ -182,7 +182,7 @@ def _check_example(model: nn.Module, inputs: tuple[Any, ...]) -> None:
     if len({len(x) for x in inputs}) > 1 or not len(inputs[0]):
         raise OptionError(
             f"the example's inputs have shapes {[tuple(x.shape) for x in inputs]}: their first dimension must be the "
-            f"same batch size, at least 1; inputs without a batch dimension belong into the model"
+            f"same batch size, at least 1. Make inputs without a batch dimension part of the model"
         )
 
 
@@ -210,7 +210,7 @@ def _not_compiled(model: nn.Module, masks: MaskSet, compiled: set[str], uncompil
 
 
 def _convert_(module: nn.Module, dtype: torch.dtype) -> None:
-    """Convert a body to the dtype that is computed in; layers keep exact biases."""
+    """Convert a body to the compute dtype. Layers keep biases in single precision."""
     layers = {name: layer for name, layer in module.named_modules() if isinstance(layer, Layer)}
     for name in layers:
         module.set_submodule(name, nn.Identity())

@@ -1,4 +1,4 @@
-"""A compiled network: a module for inference that takes the place of the model."""
+"""Compiled networks: modules for inference that replace the model."""
 
 import contextlib
 import warnings
@@ -21,21 +21,22 @@ from halve.engine.kernels.registry import FALLBACK, family_of, no_sparse_kernels
 from halve.engine.layer import Layer
 from halve.engine.lower import move_
 from halve.engine.plan import Plan, decide
-from halve.engine.recorded import CAPTURE_LOCK, MOST, Recordings, Shapes, shapes_of
+from halve.engine.recorded import CAPTURE_LOCK, MAX_RECORDINGS, Recordings, Shapes, shapes_of
 from halve.engine.saved import SavedNetwork
 from halve.engine.timing_cache import TimingCache, network_key
 from halve.errors import EngineError, EngineWarning, OptionError, first_line, listed
 
 _NHWC = torch.channels_last
-_MOST_SHAPES = 4096  # shapes that are remembered as valid
+_MAX_SHAPES = 4096  # shapes remembered as valid
 CUDA_GRAPH = "CUDA graph"  # its name in `Plan.uncompiled`
 
 
 class Compiled(nn.Module):
-    """What `halve.compile` returns: call it like the model, for inference.
+    """A network compiled by `halve.compile`. Call it like the model.
 
-    `plan` says which layer runs on which kernel. `warmup` plans and records more batch sizes; a call with a batch size
-    that was not planned uses the nearest plan, without a recording. Outputs belong to the caller.
+    `plan` says which kernel each layer uses. `warmup` plans more batch sizes and records them as CUDA graphs; other
+    batch sizes run without a CUDA graph, on the kernels of the nearest planned size. Outputs are never overwritten by
+    later calls.
     """
 
     def __init__(
@@ -50,35 +51,37 @@ class Compiled(nn.Module):
         self.training = False
         self.body = body
         self.plan = Plan({}, uncompiled)
-        self.guards = guards  # of the graph; None if the network falls back to eager, or in parts
+        self.guards = guards  # of the graph; None if the network runs eagerly or in parts
         self.dtype, self.input_dtypes = dtype, tuple(x.dtype for x in example)
         self.output_dtype = next((x.dtype for x in example if x.is_floating_point()), dtype)
-        self.example = tuple(x[:1].detach().clone().cpu() for x in example)  # a copy: the caller's may change
-        self.device = example[0].device  # a graph may hold constants on other devices
+        self.example = tuple(
+            x[:1].detach().clone().cpu() for x in example
+        )  # a copy, since the caller may modify theirs
+        self.device = example[0].device  # not that of the weights: a graph may have constants on other devices
         self._eager = False
         self._has_layers = any(isinstance(module, Layer) for module in body.modules())
-        self._valid: set[Shapes] = set()  # shapes that were checked
+        self._valid: set[Shapes] = set()  # shapes that passed the checks
         self._recordings = Recordings()
-        self._sparse_kernels: list[dict[int, Kernel]] = []  # what layers used before the network fell back to dense
+        self._sparse_kernels: list[dict[int, Kernel]] = []  # of each layer, before the network fell back to dense
 
     @property
     def reason(self) -> str | None:
-        """Why nothing runs sparse; None if something can."""
+        """Why every layer runs dense; None if layers can run sparse."""
         return self.plan.dense
 
     def run_eagerly(self, reason: str) -> None:
-        """Plan and record nothing."""
+        """Do not plan or record anything from now on."""
         self.plan.uncompiled[CUDA_GRAPH], self._eager = f"not recorded: {reason}", True
 
     @property
     def layers(self) -> list[Layer]:
-        """The layers that choose among kernels."""
+        """All layers that have a choice of kernels."""
         return [module for module in self.modules() if isinstance(module, Layer)]
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if named:
             raise EngineError(f"inputs must be positional, as in the example, got keywords {listed(named)}")
-        if torch.compiler.is_compiling():  # devices and dtypes are fixed
+        if torch.compiler.is_compiling():  # devices and dtypes are fixed while tracing
             self._check_shapes(inputs)
             return self._run(*(x.detach() if isinstance(x, Tensor) else x for x in inputs))
         self._check(inputs)
@@ -92,18 +95,18 @@ class Compiled(nn.Module):
                 return self._run(*inputs)
 
     def _run(self, *inputs: Any) -> Any:
-        outputs = self.body(*(self.entering(x) for x in inputs))
+        outputs = self.body(*(self.cast_input(x) for x in inputs))
         if self.output_dtype == self.dtype:
             return outputs
-        return pytree.tree_map_only(Tensor, self._leaving, outputs)
+        return pytree.tree_map_only(Tensor, self._cast_output, outputs)
 
-    def entering(self, x: Any) -> Any:
-        """An input in the dtype and memory format of the layers."""
+    def cast_input(self, x: Any) -> Any:
+        """An input in the dtype and memory format that the layers compute in."""
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
         return x.to(self.dtype, memory_format=_NHWC) if x.dim() == 4 and self._has_layers else x.to(self.dtype)
 
-    def _leaving(self, y: Tensor) -> Tensor:
+    def _cast_output(self, y: Tensor) -> Tensor:
         return y.to(self.output_dtype) if y.dtype == self.dtype else y
 
     def _check(self, inputs: tuple[Any, ...]) -> None:
@@ -122,12 +125,12 @@ class Compiled(nn.Module):
                 )
         if shapes_of(inputs) not in self._valid:
             self._check_shapes(inputs)
-            if len(self._valid) >= _MOST_SHAPES:
+            if len(self._valid) >= _MAX_SHAPES:
                 self._valid.clear()
             self._valid.add(shapes_of(inputs))
 
     def _check_shapes(self, inputs: tuple[Tensor, ...]) -> None:
-        """Raise if the graph is not valid for inputs of these shapes."""
+        """Raise `EngineError` if the graph is not valid for inputs of these shapes."""
         if self.guards is None or (broken := self.guards.broken(inputs)) is None:
             return
         other_size = any(x.shape[1:] != example.shape[1:] for x, example in zip(inputs, self.example, strict=False))
@@ -138,7 +141,11 @@ class Compiled(nn.Module):
         )
 
     def warmup(self, batch_sizes: Sequence[int] | int) -> "Compiled":
-        """Plan and record these batch sizes now, so that no call has to wait for it."""
+        """Plan and record batch sizes ahead of time. Returns self.
+
+        Args:
+            batch_sizes: one or more positive integers.
+        """
         given = list(batch_sizes) if isinstance(batch_sizes, Iterable) else [batch_sizes]
         for size in given:
             if not isinstance(size, Integral) or size < 1:
@@ -175,7 +182,7 @@ class Compiled(nn.Module):
 
     @contextlib.contextmanager
     def _unchanged_on_failure(self) -> Iterator[None]:
-        """Planning switches the kernels of layers back and forth: if it fails, restore what they used before."""
+        """Restore the kernels of all layers if planning fails, which switches them back and forth."""
         before = [(layer, dict(layer.kernels)) for layer in self.layers]
         try:
             yield
@@ -189,13 +196,13 @@ class Compiled(nn.Module):
             dropped = self._recordings.record(self._run, inputs, (*self.body.buffers(), *self.body.parameters()))
             if dropped:
                 sizes = ", ".join(str(shapes[0][0]) for shapes in dropped)
-                self.plan.uncompiled[CUDA_GRAPH] = f"dropped for batch size {sizes}: at most {MOST} are kept"
-        except RuntimeError as error:  # part of the network may do what cannot be recorded
+                self.plan.uncompiled[CUDA_GRAPH] = f"dropped for batch size {sizes}: at most {MAX_RECORDINGS} are kept"
+        except RuntimeError as error:  # the network may do something that cannot be recorded
             self.plan.uncompiled.setdefault(CUDA_GRAPH, f"not recorded: {first_line(error)}")
             torch.cuda.synchronize()
 
     def train(self, mode: bool = True) -> "Compiled":
-        """Does nothing: a compiled network is only for inference."""
+        """Do nothing: compiled networks are for inference only."""
         return self
 
     def _apply(self, *args: Any, **kwargs: Any) -> "Compiled":
@@ -204,7 +211,7 @@ class Compiled(nn.Module):
             raise EngineError(
                 f"the network was compiled to compute in {self.dtype}: compile the model again with dtype={moved.dtype}"
             )
-        self._recordings = Recordings()  # they hold the addresses of weights that move now
+        self._recordings = Recordings()  # they hold the addresses of the old weights
         super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         if moved.device != self.device:
             move_(self.body, self.device, moved.device)
@@ -213,7 +220,7 @@ class Compiled(nn.Module):
         return self
 
     def _adapt(self, before: str | None) -> None:
-        """On a new device, fall back to dense or come back from it; `before` is why the old device ran dense."""
+        """Switch to dense or back to sparse on a new device. `before` is why the old device could not run sparse."""
         now = no_sparse_kernels(self.device, self.dtype)
         if now is not None and self.reason is None:
             self.fall_back(now)
@@ -224,9 +231,9 @@ class Compiled(nn.Module):
                     layer.use(kernels)
 
     def use_plan_of(self, other: "Compiled") -> None:
-        """Run each layer on the kernel that another network of the same structure uses."""
+        """Copy the plan of another network with the same layers."""
         if [(a.name, a.operation) for a in self.layers] != [(b.name, b.operation) for b in other.layers]:
-            raise EngineError("plan_from= has other layers: compile this network on its own")
+            raise EngineError("plan_from= has other layers than this network: compile without plan_from=")
         for mine, theirs in zip(self.layers, other.layers, strict=True):
             if not mine.is_2_4 and any(family_of(kernel).sparse for kernel in theirs.kernels.values()):
                 raise EngineError(f"layer {mine.name} is 2:4 in plan_from= but not here: use the same masks")
@@ -234,18 +241,18 @@ class Compiled(nn.Module):
         self.plan = Plan({size: list(table) for size, table in other.plan.batches.items()}, dict(self.plan.uncompiled))
 
     def save(self, path: str | Path) -> None:
-        """Write the network to a file, with its plan and packed weights; `halve.load_compiled` reads it."""
+        """Save the network with its plan and packed weights. `halve.load_compiled` loads it."""
         if not isinstance(self.body, GraphModule) or self.guards is None:
             raise EngineError(
-                "the network runs code outside of its graph and cannot be saved: compile it again where it is needed; "
+                "the network runs code outside of its graph and cannot be saved: compile the model again, "
                 "timings are cached"
             )
-        inputs = tuple(self.entering(torch.cat([x, x])) for x in self.example)
+        inputs = tuple(self.cast_input(torch.cat([x, x])) for x in self.example)
         network = SavedNetwork(self.body, self.example, self.dtype, self.guards, self.device, self.plan)
         saved.write(path, network, inputs)
 
     def fall_back(self, reason: str) -> "Compiled":
-        """Run dense from now on, with a warning."""
+        """Switch all layers to dense kernels, with a warning."""
         self.plan.dense = reason
         self._sparse_kernels = [dict(layer.kernels) for layer in self.layers]
         for layer in self.layers:
@@ -255,11 +262,11 @@ class Compiled(nn.Module):
 
 
 def load(path: str | Path, device: str | torch.device | None = None) -> Compiled:
-    """Load a compiled network that `Compiled.save` wrote.
+    """Load a compiled network from a file written by `Compiled.save`.
 
     Args:
         path: the file. Only load files that you trust.
-        device: where to run. Default: the kind of device that it was saved from, if there is one.
+        device: where to run. Default: the type of device it was saved from, or the CPU if there is none.
 
     >>> import halve, tempfile, warnings
     >>> model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU()).eval()

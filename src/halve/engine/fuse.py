@@ -1,7 +1,7 @@
-"""Fold BatchNorm into weights; fuse bias, residual and activation into the layer before them.
+"""Fold BatchNorm into weights, and fuse bias, residual and activation into the layer before them.
 
-Works on the functional graph that `halve.graph.capture` returns: a convolution or Linear layer absorbs what follows it,
-as long as nothing else reads the values in between. Everything else stays an ATen operation.
+Works on the functional graph from `halve.graph.capture`. A convolution or Linear layer absorbs the operations after it
+if nothing else reads the values in between. All other operations stay ATen calls.
 """
 
 import operator
@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Node
 
 from halve.engine.layer import Layer
-from halve.engine.lower import drop_unread_, held_tensor, replace_
+from halve.engine.lower import drop_unused_, get_tensor, replace_
 from halve.engine.operations import ACTIVATIONS, Convolution, Linear, MaxPool
 from halve.graph import Part
 
@@ -26,7 +26,7 @@ _ACTIVATION_NAMES = {activation.aten: name for name, activation in ACTIVATIONS.i
 
 
 def fuse(part: Part) -> GraphModule:
-    """A part of a network as a module for inference, with its layers fused.
+    """The fused module for inference of a captured part.
 
     >>> from torch import nn
     >>> from halve.graph import capture
@@ -43,21 +43,21 @@ def fuse(part: Part) -> GraphModule:
     graph = module.graph
     for node in list(graph.nodes):
         if node.target is _ATEN._assert_tensor_metadata.default:
-            graph.erase_node(node)  # of the dtype that was captured, not of the one that is computed in
+            graph.erase_node(node)  # it asserts the dtype of the capture, not the compute dtype
         elif node.target in _VIEWS:
-            node.target = _ATEN.reshape.default  # images that were contiguous are channels last now
+            node.target = _ATEN.reshape.default  # images are channels last now, where `view` fails
         elif node.target is _ATEN.max_pool2d.default and node.args[0].meta["val"].dim() == 4:
             _fuse_pool(module, node, part.module_of(node))
     for node in [node for node in graph.nodes if _is_layer(node)]:
         _Chain(module, node, _layer_name(part, node)).fuse()
     graph.eliminate_dead_code()
-    drop_unread_(module)
+    drop_unused_(module)
     module.delete_all_unused_submodules()
-    return GraphModule(module, graph).eval()  # a new one: exported modules refuse eval() and copies
+    return GraphModule(module, graph).eval()  # exported modules support neither eval() nor copies
 
 
 def _layer_name(part: Part, node: Node) -> str:
-    """The name of the module that holds the layer's weight, also if the operation is in the code around it."""
+    """The name of the module that owns the layer's weight, even if an outer module runs the operation."""
     caller, weight = part.module_of(node), str(node.args[1].target)  # type: ignore[union-attr]
     holder = ".".join(filter(None, (part.name, weight.rpartition(".")[0])))
     return holder if holder.startswith(f"{caller}.") or not caller else caller
@@ -76,8 +76,8 @@ def _is_layer(node: Node) -> bool:
     arguments: list[Any] = list(node.args)
     x, weight, *rest = arguments
     bias = rest[0] if rest else node.kwargs.get("bias")
-    if not _is_held(weight) or not (bias is None or _is_held(bias)):
-        return False  # computed by the network
+    if not _is_attribute(weight) or not (bias is None or _is_attribute(bias)):
+        return False  # the network computes them
     if node.target is _ATEN.linear.default:
         return True
     if x.meta["val"].dim() != 4:
@@ -86,15 +86,15 @@ def _is_layer(node: Node) -> bool:
         return True
     dilation = rest[3] if len(rest) > 3 else [1, 1]
     spans = [d * (k - 1) for d, k in zip(dilation, weight.meta["val"].shape[2:], strict=True)]
-    return all(span % 2 == 0 for span in spans)  # otherwise the two sides are padded differently
+    return all(span % 2 == 0 for span in spans)  # otherwise the padding is asymmetric
 
 
-def _is_held(node: Any) -> bool:
+def _is_attribute(node: Any) -> bool:
     return isinstance(node, Node) and node.op == "get_attr"
 
 
 class _Chain:
-    """A layer and the operations after it that it absorbs; the fused layer replaces the last of them."""
+    """A layer and the operations that it absorbs. The fused layer replaces the last of them."""
 
     def __init__(self, module: GraphModule, node: Node, name: str) -> None:
         self.module, self.node, self.name = module, node, name
@@ -114,13 +114,17 @@ class _Chain:
         replace_(self.module, self.last, Layer(self.name, self.operation, tensors), inputs)
 
     def _absorb(self, into: Callable[[Node], Node | None]) -> None:
-        """Absorb the one operation that reads the result so far, if there is only one and it fits."""
+        """Absorb the next operation if it is the only reader of the result so far, and matches."""
         readers = list(self.last.users)
         if len(readers) == 1 and (last := into(readers[0])) is not None:
             self.last = last
 
     def _norm(self, node: Node) -> Node | None:
-        if node.target is not _NORM or node.args[0] is not self.last or not all(map(_is_held, _given(node.args[1:5]))):
+        if (
+            node.target is not _NORM
+            or node.args[0] is not self.last
+            or not all(map(_is_attribute, _given(node.args[1:5])))
+        ):
             return None
         if isinstance(self.operation, Linear) and len(self.node.meta["val"].shape) != 2:
             return None  # BatchNorm1d over tokens normalises dimension 1, not the last
@@ -173,7 +177,7 @@ class _Chain:
         return Convolution(rows, channels, kernel, _pair(stride), padding, _pair(dilation), int(groups))
 
     def _tensor(self, node: Any) -> Tensor:
-        return held_tensor(self.module, str(node.target))
+        return get_tensor(self.module, str(node.target))
 
 
 def _given(arguments: Any) -> list[Any]:

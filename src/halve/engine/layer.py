@@ -1,4 +1,4 @@
-"""A layer that any of several kernels can run, and the kernel it uses for each input size."""
+"""Layers with a choice of kernels, which may depend on the input size."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -14,7 +14,7 @@ from halve.engine.operations import MaxPool, Operation
 
 
 class Layer(nn.Module):
-    """One operation of a compiled network, with its tensors in the form that its kernels read.
+    """One operation of a compiled network, with its tensors packed for the kernels it uses.
 
     >>> from halve.engine.operations import Linear
     >>> tensors = {"weight": torch.tensor([[1.0, 0.0, 0.0, 2.0]]), "bias": torch.ones(1)}
@@ -35,8 +35,8 @@ class Layer(nn.Module):
         self.dtype = weight.dtype if weight is not None else dtype or torch.float32
         self.is_2_4 = weight is not None and getattr(operation, "groups", 1) == 1 and _is_2_4(weight)
         self.kernels: dict[int, Kernel] = {}  # input size -> kernel
-        self._forms: dict[str, dict[str, str]] = {}  # family -> tensor -> its buffer
-        self._hold_form(FALLBACK.family, dict(tensors))
+        self._packed_names: dict[str, dict[str, str]] = {}  # family -> tensor -> its buffer
+        self._pack(FALLBACK.family, dict(tensors))
 
     @property
     def piece(self) -> Piece:
@@ -48,38 +48,38 @@ class Layer(nn.Module):
 
     @property
     def held(self) -> list[str]:
-        """The families whose form of the tensors is in memory."""
-        return list(self._forms)
+        """The kernel families whose packed tensors are in memory."""
+        return list(self._packed_names)
 
     def packed(self, family: str) -> dict[str, Tensor]:
-        """The tensors in a form that is held."""
+        """The packed tensors of a family in `held`."""
         buffers = self._buffers
-        return {name: buffers[key] for name, key in self._forms[family].items()}  # type: ignore[misc]
+        return {name: buffers[key] for name, key in self._packed_names[family].items()}  # type: ignore[misc]
 
     def tensors(self) -> dict[str, Tensor]:
         """The tensors in canonical form."""
-        family = next(iter(self._forms))
+        family = next(iter(self._packed_names))
         return FAMILIES[family].unpack(self.operation, self.packed(family))
 
     def cast_(self, dtype: torch.dtype) -> None:
-        """Compute in another dtype, on the fallback. Biases keep single precision."""
+        """Convert to another dtype and reset to the fallback kernel. Biases stay in single precision."""
         tensors = self.tensors()
         if "weight" in tensors:
             tensors["weight"] = tensors["weight"].to(dtype)
-        self._forms.clear()
+        self._packed_names.clear()
         self._buffers.clear()
         self.dtype, self.kernels = dtype, {}
-        self._hold_form(FALLBACK.family, tensors)
+        self._pack(FALLBACK.family, tensors)
 
     def kernel_for(self, size: int) -> Kernel:
-        """The kernel for an input of this size: that of the nearest size that was planned."""
+        """The kernel for an input size: that of the nearest planned size."""
         if not self.kernels:
             return FALLBACK
         return self.kernels[min(self.kernels, key=lambda known: abs(math.log(known / max(size, 1))))]
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         inputs = [x] if residual is None else [x, residual]
-        if self.has_weight:  # after what a model computes in another dtype on purpose, a softmax for example
+        if self.has_weight:  # models may compute some values in another dtype, such as a softmax
             inputs = [value.to(self.dtype) for value in inputs]
         if torch.compiler.is_compiling():  # sizes are symbolic
             kernel = next(iter(self.kernels.values()), FALLBACK)
@@ -87,45 +87,45 @@ class Layer(nn.Module):
         return self.run(inputs, self.kernel_for(self.operation.size(x)))
 
     def run(self, inputs: list[Tensor], kernel: Kernel) -> Tensor:
-        """Run one kernel, whose form of the tensors must be held."""
+        """Run one kernel, whose family must be in `held`."""
         family = family_of(kernel)
         given = [family.reads.of(x) for x in inputs]
         return family.run(given, self.packed(kernel.family), self.operation, kernel.variant)
 
-    def possible(self, device: torch.device) -> list[Kernel]:
-        """The kernels that can run the layer on a device."""
+    def available_kernels(self, device: torch.device) -> list[Kernel]:
+        """The kernels that can run this layer on a device."""
         return kernels_for(self.piece, device)
 
     def sparse_kernels(self, device: torch.device) -> list[Kernel]:
-        """The sparse kernels among them."""
-        return [kernel for kernel in self.possible(device) if family_of(kernel).sparse]
+        """The sparse kernels that can run this layer on a device."""
+        return [kernel for kernel in self.available_kernels(device) if family_of(kernel).sparse]
 
     def hold(self, kernels: Iterable[Kernel]) -> None:
-        """Keep the forms of the tensors that these kernels need, and no others."""
+        """Keep exactly the packed tensors that these kernels need."""
         tensors = self.tensors()
         wanted = {kernel.family for kernel in kernels} or {FALLBACK.family}
-        for family in wanted - self._forms.keys():
-            self._hold_form(family, tensors)
-        for family in [*self._forms]:
+        for family in wanted - self._packed_names.keys():
+            self._pack(family, tensors)
+        for family in [*self._packed_names]:
             if family not in wanted:
-                for key in self._forms.pop(family).values():
+                for key in self._packed_names.pop(family).values():
                     delattr(self, key)
 
     def use(self, kernels: Mapping[int, Kernel]) -> None:
-        """Run on these kernels from now on: input size -> kernel."""
+        """Set the kernel for each input size."""
         self.hold(kernels.values())
         self.kernels = dict(kernels)
 
-    def _hold_form(self, family: str, tensors: Mapping[str, Tensor]) -> None:
+    def _pack(self, family: str, tensors: Mapping[str, Tensor]) -> None:
         packed = FAMILIES[family].pack(self.operation, tensors)
-        self._forms[family] = {name: f"{family}_{name}" for name in packed}
+        self._packed_names[family] = {name: f"{family}_{name}" for name in packed}
         for name, tensor in packed.items():
-            self.register_buffer(self._forms[family][name], tensor)
+            self.register_buffer(self._packed_names[family][name], tensor)
 
     def _apply(self, *args: Any, **kwargs: Any) -> "Layer":
         before = {name: buffer.stride() for name, buffer in self._buffers.items() if buffer is not None}
         super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
-        for name, strides in before.items():  # kernels read them in order, whatever memory format is asked for
+        for name, strides in before.items():  # kernels rely on the strides: ignore a requested memory format
             buffer = self.get_buffer(name)
             if buffer.stride() != strides:
                 ordered = torch.empty_strided(buffer.shape, strides, dtype=buffer.dtype, device=buffer.device)

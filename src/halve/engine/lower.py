@@ -1,4 +1,4 @@
-"""Put `Layer` modules into a graph: in place of what was fused, or of the operators in a loaded file."""
+"""Insert `Layer` modules into a graph: for fused operations, or for the operators in a loaded file."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,8 +16,8 @@ from halve.engine.operations import Operation
 
 
 def replace_(module: GraphModule, node: Node, layer: Layer, inputs: Sequence[Any]) -> None:
-    """Let a layer compute a node's value from these inputs."""
-    name = _free_name(module)
+    """Replace a node by a layer with these inputs."""
+    name = _unused_name(module)
     module.add_submodule(name, layer)
     with module.graph.inserting_before(node):
         new = module.graph.call_module(name, tuple(inputs))
@@ -27,14 +27,14 @@ def replace_(module: GraphModule, node: Node, layer: Layer, inputs: Sequence[Any
 
 
 def lower_(module: GraphModule) -> list[Layer]:
-    """Replace every `halve::run_kernel` in a graph by a layer; returns the layers in the order in which they run."""
+    """Replace every `halve::run_kernel` in a graph by a layer; returns the layers in execution order."""
     layers: list[Layer] = []
     for node in [node for node in module.graph.nodes if node.target is run_kernel._opoverload]:
         inputs, packed, names, operation, family, variant = node.args
-        tensors = {name: held_tensor(module, str(x.target)) for name, x in zip(names.split(), packed, strict=True)}
+        tensors = {name: get_tensor(module, str(x.target)) for name, x in zip(names.split(), packed, strict=True)}
         layers.append(_layer(str(len(layers)), Operation.from_json(operation), tensors, Kernel(family, variant), node))
         replace_(module, node, layers[-1], inputs)
-    drop_unread_(module)
+    drop_unused_(module)
     module.recompile()
     return layers
 
@@ -46,8 +46,8 @@ def _layer(name: str, operation: Operation, packed: dict[str, Tensor], kernel: K
     return layer
 
 
-def held_tensor(module: nn.Module, path: str) -> Tensor:
-    """A parameter, buffer or constant of a graph module by its name."""
+def get_tensor(module: nn.Module, path: str) -> Tensor:
+    """A parameter, buffer or constant of a graph module, by name."""
     value: Any = module
     for part in path.split("."):
         value = getattr(value, part)
@@ -55,8 +55,8 @@ def held_tensor(module: nn.Module, path: str) -> Tensor:
     return tensor
 
 
-def drop_unread_(module: GraphModule) -> None:
-    """Forget the tensors that no node reads any more."""
+def drop_unused_(module: GraphModule) -> None:
+    """Delete parameters and buffers that no node reads."""
     for node in [node for node in module.graph.nodes if node.op == "get_attr" and not node.users]:
         module.graph.erase_node(node)
     read = {str(node.target) for node in module.graph.nodes if node.op == "get_attr"}
@@ -69,7 +69,7 @@ def drop_unread_(module: GraphModule) -> None:
 
 
 def move_(body: nn.Module, old: torch.device, new: torch.device) -> None:
-    """Create what a graph creates when it runs, such as positions, on the new device."""
+    """Let graphs create their tensors on the new device, such as those of `torch.arange`."""
 
     def moved(value: Any) -> Any:
         return new if isinstance(value, torch.device) and value.type == old.type else value
@@ -81,8 +81,8 @@ def move_(body: nn.Module, old: torch.device, new: torch.device) -> None:
             module.recompile()
 
 
-def _free_name(module: torch.nn.Module) -> str:
-    """A name that the model does not use."""
+def _unused_name(module: torch.nn.Module) -> str:
+    """A submodule name that is not taken."""
     number = sum(isinstance(child, Layer) for child in module.children())
     name = f"layer{number}"
     while hasattr(module, name):

@@ -1,7 +1,7 @@
-"""What a layer computes, apart from its weights and from how: the definition that every kernel must match.
+"""Operations: what a layer computes. Every kernel must match their reference implementation.
 
-An operation is a small frozen value. It is written into saved networks as JSON, and decides, together with the input's
-shape, how long a layer takes.
+An operation is a frozen dataclass without weights. Saved networks store it as JSON, and it is part of the key in the
+timing cache.
 """
 
 import dataclasses
@@ -17,11 +17,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Pair = tuple[int, int]
-Tensors = Mapping[str, Tensor]  # by name: "weight", "bias"; without what a layer does not have
+Tensors = Mapping[str, Tensor]  # by name: "weight" and "bias", if the layer has them
 
 
 class Activation(NamedTuple):
-    """A function that layers can apply to their result, and the ATen operation that a captured graph has for it."""
+    """An activation that can be fused into layers, and its ATen operation in captured graphs."""
 
     function: Callable[[Tensor], Tensor]
     aten: Any
@@ -37,11 +37,11 @@ ACTIVATIONS = {
 
 
 class Operation(ABC):
-    """What one layer computes from its inputs and its tensors."""
+    """What a layer computes from its inputs and tensors."""
 
     @abstractmethod
     def reference(self, inputs: Sequence[Tensor], tensors: Tensors) -> Tensor:
-        """The result in plain PyTorch."""
+        """Compute the result in plain PyTorch."""
 
     @abstractmethod
     def out_shape(self, shape: Sequence[Any]) -> tuple[Any, ...]:
@@ -49,11 +49,11 @@ class Operation(ABC):
 
     @abstractmethod
     def size(self, x: Tensor) -> int:
-        """How large an input is, in pixels or rows: plans depend on it."""
+        """The size of an input in pixels or rows, which plans depend on."""
 
     @abstractmethod
     def describe(self, x: Tensor) -> str:
-        """The operation on this input, in a few characters."""
+        """A short description of the operation on this input, such as `64>64 3x3 at 1 x 56 x 56`."""
 
     def to_json(self) -> str:
         return json.dumps({"operation": type(self).__name__, **dataclasses.asdict(self)})  # type: ignore[call-overload]
@@ -61,7 +61,7 @@ class Operation(ABC):
     @staticmethod
     @functools.lru_cache(4096)
     def from_json(text: str) -> "Operation":
-        """The operation that `to_json` described."""
+        """The operation from `to_json`."""
         fields = json.loads(text)
         kind = OPERATIONS[fields.pop("operation")]
         return kind(**{key: tuple(value) if isinstance(value, list) else value for key, value in fields.items()})
@@ -119,12 +119,12 @@ class Convolution(Operation):
 
     @property
     def pointwise(self) -> bool:
-        """Whether each pixel is computed from one pixel: a matrix product."""
+        """Whether the convolution is a matrix product: 1x1, stride 1, no padding, no groups."""
         return self.kernel == self.stride == (1, 1) and self.padding == (0, 0) and self.groups == 1
 
     @property
     def convolution(self) -> "Convolution":
-        """The layer as a convolution over images."""
+        """The operation itself; see `Linear.convolution`."""
         return self
 
 
@@ -163,13 +163,13 @@ class Linear(Operation):
 
     @property
     def convolution(self) -> Convolution:
-        """The same as a 1x1 convolution: each row of the input is a pixel."""
+        """The equivalent 1x1 convolution: each row of the input is a pixel."""
         return Convolution(self.rows, self.channels, activation=self.activation)
 
 
 @dataclass(frozen=True)
 class MaxPool(Operation):
-    """The largest value of each window.
+    """2D max pooling.
 
     >>> MaxPool((2, 2), (2, 2), (0, 0), (1, 1), False).reference([torch.arange(4.0).reshape(1, 1, 2, 2)], {}).item()
     3.0
@@ -199,7 +199,7 @@ OPERATIONS: dict[str, type[Operation]] = {kind.__name__: kind for kind in (Convo
 
 
 def finish(y: Tensor, residual: Sequence[Tensor], activation: str) -> Tensor:
-    """activation(y + residual), where there is a residual."""
+    """activation(y + residual); `residual` is empty or holds one tensor."""
     for added in residual:
         y = y + added
     return ACTIVATIONS[activation].function(y)

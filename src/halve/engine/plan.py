@@ -1,4 +1,4 @@
-"""Time the kernels that each layer can run on, choose the fastest, and say why."""
+"""Time every kernel that can run a layer, choose the fastest, and say why."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -15,14 +15,14 @@ from halve.engine.timing_cache import TimingCache, kernel_id, layer_key
 from halve.errors import EngineError
 from halve.outputs import relative_error
 
-_TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}  # relative error that a kernel may have, 1e-3 in other dtypes
+_TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}  # relative error that a kernel may have; 1e-3 in other dtypes
 COLUMNS = ("layer", "shape", "kernel", "ms", "dense ms", "our dense ms", "sparse ms", "reason")
-THRESHOLDS = (1.0, 0.8, 0.6)  # fractions of the dense speed at which our kernels are tried in the whole network
+THRESHOLDS = (1.0, 0.8, 0.6)  # relative to dense speed: above each of these, our kernels are tried in the whole network
 
 
 @dataclass(frozen=True)
 class Entry:
-    """How one layer runs for one input size. Times are None if they were not measured or there is no such kernel."""
+    """The kernel of one layer for one input size. Times are None if not measured, or if there is no such kernel."""
 
     layer: str
     shape: str
@@ -30,12 +30,12 @@ class Entry:
     sparse: bool
     time_ms: float | None
     dense_ms: float | None  # the fastest library kernel
-    our_dense_ms: float | None  # the fastest of our kernels with all weights: the baseline that isolates sparsity
+    our_dense_ms: float | None  # our fastest kernel on dense weights: the baseline that isolates the effect of sparsity
     sparse_ms: float | None
     reason: str
 
     def cells(self) -> tuple[str, ...]:
-        """The entry as text, in the order of `COLUMNS`."""
+        """The entry as table cells, one per column in `COLUMNS`."""
         times = (self.time_ms, self.dense_ms, self.our_dense_ms, self.sparse_ms)
         words = ("" if time is None else f"{time:.4f}" for time in times)
         return (self.layer, self.shape, self.kernel, *words, self.reason)
@@ -43,7 +43,7 @@ class Entry:
 
 @dataclass
 class Plan:
-    """Which kernel each layer uses, for each batch size; prints as a table.
+    """Which kernel each layer uses at each batch size. Prints as a table.
 
     `uncompiled` lists what falls back to eager, and why. `dense` says why no layer runs sparse, if none can.
 
@@ -62,7 +62,7 @@ class Plan:
         return (entry for entries in self.batches.values() for entry in entries)
 
     def as_json(self) -> dict[str, Any]:
-        """The plan as plain JSON values."""
+        """The plan as JSON values."""
         return {
             "batches": {str(size): [asdict(e) for e in table] for size, table in self.batches.items()},
             "uncompiled": self.uncompiled,
@@ -110,7 +110,7 @@ class LayerTimes:
 
     @property
     def best_our_dense(self) -> Kernel | None:
-        """Our fastest kernel that multiplies all weights."""
+        """Our fastest kernel on dense weights."""
         return self._fastest(lambda kernel: not family_of(kernel).library and not family_of(kernel).sparse)
 
     def ours_above(self, threshold: float) -> Kernel:
@@ -150,18 +150,18 @@ def decide(
     key: str | None = None,
     sparse: bool = True,
 ) -> list[Entry]:
-    """Choose a kernel for every layer, for the input that `run` runs the network on.
+    """Choose a kernel for every layer, for the input that `run` uses.
 
-    Each layer is timed on its own, then whole networks that use our kernels above some threshold: a layer's neighbours
-    change how fast it is.
+    Layers are timed first, then the network with several combinations of kernels: the fastest kernel of a layer in
+    isolation may not be the fastest between its neighbours.
 
     Args:
         layers: the layers of the network.
         run: runs the network.
-        cache: what was timed before.
+        cache: earlier timings.
         device: where the network runs.
-        key: what whole networks are remembered by (see `timing_cache.network_key`); None remembers nothing.
-        sparse: False leaves our kernels out.
+        key: cache key of the network (see `timing_cache.network_key`). Default: do not cache network times.
+        sparse: False restricts the choice to library kernels.
     """
     if not any(len(_candidates(layer, device, sparse)) > 1 for layer in layers):
         return []
@@ -216,7 +216,7 @@ def _network_times(
 def time_layers(
     layers: Sequence[Layer], run: Callable[[], object], cache: TimingCache, device: torch.device, sparse: bool = True
 ) -> list[LayerTimes]:
-    """Run the network once, and time each layer on the first input it gets that is not empty."""
+    """Run the network once and time the kernels of each layer on its first input that is not empty."""
     found: dict[int, LayerTimes] = {}
 
     def time_layer(layer: Layer, args: tuple[Any, ...]) -> None:
@@ -234,7 +234,7 @@ def time_layers(
 
 
 def _candidates(layer: Layer, device: torch.device, sparse: bool) -> list[Kernel]:
-    return [kernel for kernel in layer.possible(device) if sparse or family_of(kernel).library]
+    return [kernel for kernel in layer.available_kernels(device) if sparse or family_of(kernel).library]
 
 
 def _time_layer(
@@ -258,24 +258,24 @@ def _time_layer(
 
 
 def _measured(layer: Layer, inputs: list[Tensor], kernels: list[Kernel], device: torch.device) -> dict[Kernel, float]:
-    """Milliseconds of each kernel; infinite if a library has none for this shape, or if the result is wrong.
+    """Milliseconds of each kernel; infinite if it does not support this shape or its result is wrong.
 
-    A kernel that failed for a reason that may pass (no compiler, no memory left) is not in the result.
+    Kernels that failed for a temporary reason (no compiler, out of memory) are omitted.
     """
     expected = layer.run(inputs, FALLBACK)
     tolerance = _TOLERANCE.get(layer.dtype, 1e-3)
-    calls, later = {}, set()
+    calls, retry_later = {}, set()
     for kernel in kernels:
         try:
             got = layer.run(inputs, kernel)
         except (RuntimeError, ValueError) as error:
             if isinstance(error, EngineError | torch.OutOfMemoryError) or "ALLOC" in str(error):
-                later.add(kernel)
+                retry_later.add(kernel)
             continue
         if relative_error(got, expected) <= tolerance:
             calls[str(kernel)] = lambda kernel=kernel: layer.run(inputs, kernel)
     times = measure(calls, device)
-    return {kernel: times.get(str(kernel), float("inf")) for kernel in kernels if kernel not in later}
+    return {kernel: times.get(str(kernel), float("inf")) for kernel in kernels if kernel not in retry_later}
 
 
 def _reason(layer: LayerTimes, kernel: Kernel, chosen: str) -> str:

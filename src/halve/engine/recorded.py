@@ -1,7 +1,7 @@
-"""A module recorded as CUDA graphs, one per input shape; safe to call from several threads and streams.
+"""CUDA graphs of a module, one per input shape. Safe to call from several threads and streams.
 
-All recordings of a model share their memory, so only one runs at a time. Callers get copies of the outputs: nothing
-that they hold is overwritten later.
+All recordings of a module share a memory pool, so only one runs at a time. Callers get copies of the outputs, which
+later calls do not overwrite.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from halve.cuda_graphs import record
 
-MOST = 16  # recordings of one model; the oldest is dropped
+MAX_RECORDINGS = 16  # per module; the oldest is dropped
 CAPTURE_LOCK = threading.RLock()  # CUDA graph capture is process-wide: only one thread may capture at a time
 Shapes = tuple[tuple[int, ...], ...]
 Recording = tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...], Any, tuple[Tensor, ...]]  # inputs, outputs, weights
@@ -36,9 +36,9 @@ class Recordings:
     def record(
         self, run: Callable[..., Any], inputs: tuple[Tensor, ...], weights: tuple[Tensor, ...] = ()
     ) -> list[Shapes]:
-        """Record a run on inputs of these shapes; returns the shapes whose recordings were dropped for it.
+        """Record `run` on inputs of these shapes; returns the shapes whose recordings were dropped.
 
-        A recording reads the weights by address, and keeps them alive.
+        A recording reads the weights by address, so it keeps them alive.
         """
         device = inputs[0].device
         with self.lock, torch.cuda.device(device), torch.no_grad():
@@ -51,7 +51,7 @@ class Recordings:
             graph, outputs = record(lambda: run(*held), device, warmups=2, pool=self.pool, stream=self.stream)
             torch.cuda.synchronize()
             self.known.pop(shapes_of(inputs), None)
-            dropped = list(self.known)[: max(len(self.known) - MOST + 1, 0)]
+            dropped = list(self.known)[: max(len(self.known) - MAX_RECORDINGS + 1, 0)]
             for shapes in dropped:
                 del self.known[shapes]
             self.known[shapes_of(inputs)] = graph, held, outputs, weights
@@ -61,12 +61,12 @@ class Recordings:
         return self.known.get(shapes_of(inputs))
 
     def replay(self, inputs: tuple[Tensor, ...], recording: Recording | None = None) -> Any:
-        """The outputs for these inputs, on the current stream. `recording` may have been dropped since it was found."""
+        """Replay a recording on the current stream; returns the outputs. `recording` may already have been dropped."""
         with self.lock, _on(inputs[0].device):
             graph, held, outputs, _ = recording or self.known[shapes_of(inputs)]
             stream = torch.cuda.current_stream()
             if self.done is not None and self.last != stream:
-                stream.wait_event(self.done)  # the last caller's stream may still use the shared memory
+                stream.wait_event(self.done)  # the previous caller's stream may still use the shared memory
             for place, x in zip(held, inputs, strict=True):
                 place.copy_(x)
             graph.replay()
@@ -76,14 +76,14 @@ class Recordings:
             return result
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Recordings":
-        return Recordings()  # a recording holds addresses: a copy records again
+        return Recordings()  # recordings hold addresses: a copy must record again
 
     def __reduce__(self) -> Any:
         return Recordings, ()
 
 
 def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    """Make it the current device, if it is not."""
+    """Switch to a device, unless it is already current."""
     return contextlib.nullcontext() if torch.cuda.current_device() == device.index else torch.cuda.device(device)
 
 

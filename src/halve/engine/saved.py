@@ -1,7 +1,7 @@
-"""A compiled network in one file: its graph with packed weights in torch.export's format, and the plan as JSON.
+"""Files with compiled networks: the graph and its packed weights in torch.export's format, and the plan as JSON.
 
-Weights are stored in the form that the layers read. Nothing is timed again after loading; on another GPU the network
-runs with the plan of the first. Only load files that you trust: the format is PyTorch's.
+Nothing is timed again after loading: on another GPU, the network uses the plan it was saved with. Only load files that
+you trust: the format is PyTorch's.
 """
 
 import copy
@@ -34,27 +34,27 @@ VERSION = 4
 
 @dataclass(frozen=True)
 class SavedNetwork:
-    """What a file holds."""
+    """The contents of a file."""
 
     body: GraphModule
-    example: tuple[Tensor, ...]  # one image of each input, in the dtype that callers pass
-    dtype: torch.dtype  # that is computed in
+    example: tuple[Tensor, ...]  # one image of each input, in the dtype of inputs
+    dtype: torch.dtype  # the compute dtype
     guards: Guards
     device: torch.device
     plan: Plan
 
 
 def write(path: str | Path, network: SavedNetwork, inputs: tuple[Tensor, ...]) -> None:
-    """Write a network to a file, atomically. `inputs` are two images of each input, in the dtype of the body."""
+    """Save a network to a file, atomically. `inputs` are two images of each input, in the compute dtype."""
     body = copy.deepcopy(network.body).cpu()
     move_(body, network.device, torch.device("cpu"))
     for layer in _in_order(body):
         packed = [kernel for kernel in layer.kernels.values() if not family_of(kernel).library]
-        layer.use({1: (packed or [FALLBACK])[0]})  # one form is stored
+        layer.use({1: (packed or [FALLBACK])[0]})  # only one family's packed tensors are stored
     guards = network.guards
     try:
         program = _exported(body, inputs, guards.sizes)
-    except Exception:  # a graph may be valid for sizes that torch cannot prove: keep those of the example
+    except Exception:  # torch cannot prove that other sizes are valid: fix those of the example
         sizes = tuple(
             (limits[0], *((n, n) for n in x.shape[1:])) for x, limits in zip(inputs, guards.sizes, strict=True)
         )
@@ -72,30 +72,30 @@ def write(path: str | Path, network: SavedNetwork, inputs: tuple[Tensor, ...]) -
     buffer = io.BytesIO()
     try:
         torch.export.save(program, buffer, extra_files={_ABOUT: json.dumps(about)})
-    except Exception as error:  # outputs of types that the format does not know
+    except Exception as error:  # output types that the format does not support
         raise EngineError(f"the network cannot be saved in PyTorch's format: {first_line(error)}") from error
     write_atomically(Path(path), buffer.getvalue())
 
 
 def _exported(body: nn.Module, inputs: tuple[Tensor, ...], sizes: Sizes) -> ExportedProgram:
-    """The graph as a program, with free sizes where the network's are free."""
+    """Export the graph, with dynamic sizes where the network has them."""
     free = tuple(
         {dim: Dim.AUTO for dim, (least, most) in enumerate(limits) if least != most and dim in (0, 2, 3)}
         for limits in sizes
     )
     for name, tensor in body.named_buffers():
-        if not tensor.is_contiguous():  # the format warns about any other layout; kernels pack them again on loading
+        if not tensor.is_contiguous():  # the format warns about other layouts; loading packs weights again
             body.get_submodule(name.rpartition(".")[0])._buffers[name.rpartition(".")[2]] = tensor.contiguous()
     with TRACING_LOCK, torch.no_grad():
         return torch.export.export(_Called(body), inputs, dynamic_shapes=(free,), strict=False)
 
 
 def read(path: str | Path) -> SavedNetwork:
-    """Read a file. Raises `FileError` if it is damaged, too old or too new, or something else."""
+    """Load a file. Raises `FileError` if it is damaged, from another version, or not a compiled network."""
     extra = {_ABOUT: ""}
     try:
         content = Path(path).read_bytes()
-        with zipfile.ZipFile(io.BytesIO(content)) as archive:  # PyTorch does not check the checksums
+        with zipfile.ZipFile(io.BytesIO(content)) as archive:  # PyTorch does not verify checksums
             if (damaged := archive.testzip()) is not None:
                 raise FileError(f"{path} is damaged: the checksum of {damaged} in it is wrong")
         with TRACING_LOCK, warnings.catch_warnings():
@@ -109,7 +109,7 @@ def read(path: str | Path) -> SavedNetwork:
         return _built(program, about)
     except FileError:
         raise
-    except Exception as error:  # torch raises whatever the bytes lead to
+    except Exception as error:  # torch.export.load may raise anything on invalid bytes
         raise FileError(f"{path} is not a compiled network: {first_line(error)}") from error
 
 
@@ -133,7 +133,7 @@ def _built(program: ExportedProgram, about: dict[str, Any]) -> SavedNetwork:
 
 
 class _Called(nn.Module):
-    """A graph behind a forward with named parameters, which export asks for."""
+    """A module with a `forward` that torch.export can inspect."""
 
     def __init__(self, body: nn.Module) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class _Called(nn.Module):
 
 
 def _in_order(body: GraphModule) -> list[Layer]:
-    """The layers in the order in which they run."""
+    """The layers in execution order."""
     called = [body.get_submodule(str(node.target)) for node in body.graph.nodes if node.op == "call_module"]
     return [module for module in called if isinstance(module, Layer)]
 

@@ -1,4 +1,4 @@
-"""How long calls take on a device: several side by side, in turns."""
+"""Interleaved timing of several calls on a device."""
 
 import statistics
 import time
@@ -8,13 +8,13 @@ import torch
 
 from halve.cuda_graphs import record
 
-_TARGET_MS, _MOST = 0.3, 40  # how long one measurement should take, and how many repetitions it may hold
+_TARGET_MS, _MAX_REPETITIONS = 0.3, 40  # of one measurement
 
 
 def measure(calls: Mapping[str, Callable[[], object]], device: torch.device, rounds: int = 5) -> dict[str, float]:
-    """Median milliseconds of each call. Calls take turns, so that changes of the clock affect all of them alike.
+    """Median milliseconds of each call. Rounds are interleaved, so that clock changes affect all calls equally.
 
-    On a GPU calls run as CUDA graphs, so that launching them costs nothing.
+    On a GPU, calls are replayed as CUDA graphs: launch overhead is not measured.
 
     >>> list(measure({"nothing": lambda: None}, torch.device("cpu")))
     ['nothing']
@@ -57,11 +57,11 @@ def _on_gpu(call: Callable[[], object], device: torch.device) -> Callable[[], fl
 
 
 def _repetitions(ms: float) -> int:
-    return max(1, min(_MOST, round(_TARGET_MS / max(ms, 1e-3))))
+    return max(1, min(_MAX_REPETITIONS, round(_TARGET_MS / max(ms, 1e-3))))
 
 
 def elapsed_ms(call: Callable[[], object]) -> float:
-    """Milliseconds on the current stream until everything that the call started is done."""
+    """GPU milliseconds of a call on the current stream, including all work that it launches."""
     begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     begin.record()
     call()

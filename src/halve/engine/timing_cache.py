@@ -1,4 +1,4 @@
-"""What was timed before on this machine: a JSON file beside the compiled kernels. Losing it only costs time."""
+"""A cache of kernel timings: a JSON file next to the compiled kernels. Deleting it only costs time."""
 
 import functools
 import hashlib
@@ -22,7 +22,7 @@ from halve.masks.storage import write_atomically
 
 
 class TimingCache:
-    """Milliseconds by key and name. A key describes everything that decides the times except the code that ran.
+    """Milliseconds by key and kernel. A key describes everything that affects timings except the kernel itself.
 
     >>> cache = TimingCache(None)
     >>> cache.put("a layer", {"dense torch": 0.1})
@@ -39,10 +39,10 @@ class TimingCache:
 
     @classmethod
     def of(cls, device: torch.device) -> "TimingCache":
-        """The cache of a device, with the libraries that are installed."""
+        """The cache for a device and the installed libraries."""
         model = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
         name = re.sub(r"\W+", "-", model).strip("-")
-        return cls(jit.folder() / f"timings-{name}-{_libraries()}.json")
+        return cls(jit.cache_dir() / f"timings-{name}-{_libraries()}.json")
 
     def get(self, key: str, names: Iterable[str]) -> dict[str, float] | None:
         """The times of all these names, or None if one is missing."""
@@ -54,7 +54,7 @@ class TimingCache:
         self._changed = True
 
     def save(self) -> None:
-        """Merge with what other processes wrote meanwhile. Failing to write is no error."""
+        """Write the file, merged with what other processes have written. Errors are ignored."""
         if self.path is None or not self._changed:
             return
         self.known = {**_read(self.path), **self.known}
@@ -66,18 +66,18 @@ class TimingCache:
 
 
 def kernel_id(kernel: Kernel) -> str:
-    """A kernel with the version of its family: a changed source or list of variants is timed again."""
+    """A kernel and the version of its family, so that changed sources or variants are timed again."""
     return f"{kernel} {family_of(kernel).version}"
 
 
 def layer_key(layer: Layer, inputs: list[Tensor]) -> str:
-    """Everything but the kernel that decides how long a layer takes."""
+    """The cache key of a layer: everything that affects its timings except the kernel."""
     shapes = [(tuple(x.shape), str(x.dtype)) for x in inputs]
     return f"{layer.operation.to_json()} {layer.dtype} {'2:4' if layer.is_2_4 else 'dense'} {shapes}"
 
 
 def network_key(body: torch.nn.Module, inputs: tuple[Tensor, ...]) -> str | None:
-    """Everything but the kernels that decides how long a network takes; None if it runs code outside of its graph."""
+    """The cache key of a network, or None if it runs code outside of its graph."""
     if not isinstance(body, GraphModule):
         return None
     lines = [str((tuple(x.shape), x.dtype, x.stride())) for x in inputs]
@@ -99,7 +99,7 @@ def _processor() -> str:
 
 
 def _read(path: Path | None) -> dict[str, dict[str, float]]:
-    """The content of a file; nothing if it is missing, torn or something else."""
+    """The contents of a cache file; empty if it is missing or invalid."""
     if path is None or not os.path.exists(path):
         return {}
     try:

@@ -17,7 +17,7 @@ BRANCHES = {
 
 
 @pytest.mark.parametrize("name", BRANCHES)
-def test_the_graph_does_not_run_where_the_models_code_would_branch(name):
+def test_the_graph_does_not_run_on_inputs_where_the_model_branches(name):
     how, shape = BRANCHES[name]
     model = Net(how).eval()
     fast = compiled(model, halve.MaskSet({}), any_size=True)
@@ -31,7 +31,7 @@ def test_the_graph_does_not_run_where_the_models_code_would_branch(name):
         torch.export.export(fast, (torch.randn(shape),), strict=False)
 
 
-def test_single_images_run_where_only_torch_export_excludes_them():
+def test_single_images_run_if_only_torch_export_excludes_them():
     model = nn.Sequential(nn.Conv2d(4, 8, 3, stride=2, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 3, stride=2, padding=1))
     fast = compiled(model.eval(), halve.MaskSet({}), any_size=True)
     for shape in ((1, 4, 8, 8), (2, 4, 16, 8), (1, 4, 12, 16)):
@@ -55,16 +55,16 @@ def test_a_model_that_does_not_run_agrees_with_nothing():
 FREE = Guards((((0, None), (3, 3)),), ("x",), ())
 
 
-def test_a_graph_that_computes_something_else_is_refused():
+def test_a_graph_that_is_not_equivalent_is_refused():
     x = (torch.ones(4, 3),)
     assert checked(nn.Identity(), nn.Identity(), FREE, x) == FREE
     assert "does not compute what the model computes" in checked(nn.Identity(), nn.ReLU(), FREE, (-x[0],))
     assert "only valid for inputs with (N, 3)" in checked(nn.Identity(), nn.Identity(), FREE, (torch.ones(4, 5),))
 
 
-def test_an_example_of_one_image_is_not_enough_for_code_that_treats_it_differently():
+def test_code_that_treats_single_images_differently_needs_a_larger_example():
     class Net(nn.Module):
         def forward(self, x):
             return 2 * x if x.shape[0] == 1 else x
 
-    assert "one image differently" in checked(nn.Identity(), Net(), FREE, (torch.ones(1, 3),))
+    assert "single images differently" in checked(nn.Identity(), Net(), FREE, (torch.ones(1, 3),))

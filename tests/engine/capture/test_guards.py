@@ -18,11 +18,11 @@ from tests.tiny import images
         ("__import__('os').getpid() > 0", False),
     ],
 )
-def test_conditions_are_read_and_never_run(condition, holds):
+def test_conditions_are_parsed_and_never_executed(condition, holds):
     assert (Guards((), ("x",), (condition,)).broken((images(2),)) is None) == holds
 
 
-def test_several_inputs_are_named_and_the_rest_is_taken_by_a_star():
+def test_variadic_inputs_are_bound_to_the_starred_name():
     guards = Guards((), ("x", "*rest"), ("L['x'].size()[0] == L['rest'][1].size()[0]",))
     assert guards.broken((torch.zeros(2), torch.zeros(5), torch.zeros(2))) is None
     assert guards.broken((torch.zeros(2), torch.zeros(2), torch.zeros(5))) is not None
@@ -35,19 +35,19 @@ LIMITS = Guards((((2, None), (4, 4)),), ("x",), ())
     ("shape", "fits"),
     [((3, 4), True), ((2, 4), True), ((1, 4), False), ((3, 5), False), ((3, 4, 1), False), ((3,), False)],
 )
-def test_sizes_lie_between_limits(shape, fits):
+def test_sizes_must_be_within_limits(shape, fits):
     assert LIMITS.broken((torch.zeros(shape),)) == (None if fits else "(2 or more, 4)")
 
 
-def test_several_images_can_be_asked_for():
+def test_single_images_can_be_excluded():
     guards = Guards((((0, None), (3, 3)), ((7, 7),)), ("x", "y"), ())
-    assert guards.several_images().sizes == (((2, None), (3, 3)), ((7, 7),))
+    assert guards.without_single_images().sizes == (((2, None), (3, 3)), ((7, 7),))
 
 
-def test_guards_are_copied():
+def test_guards_can_be_copied():
     assert pickle.loads(pickle.dumps(LIMITS)) == LIMITS
 
 
 @pytest.mark.parametrize("condition", ["f(L['x']) == 1", "no condition at all", "L['x'].size()[9] == 1"])
-def test_a_condition_that_cannot_be_read_never_holds(condition):
+def test_a_condition_that_cannot_be_parsed_never_holds(condition):
     assert Guards((), ("x",), (condition,)).broken((images(2),)) is not None

@@ -10,7 +10,7 @@ from tests.tiny import images
 
 
 class Head(nn.Module):
-    """What it computes depends on an argument and on the size of the images."""
+    """Its output depends on an argument and on the image size."""
 
     def __init__(self):
         super().__init__()
@@ -23,7 +23,7 @@ class Head(nn.Module):
 
 
 class Net(nn.Module):
-    """Looks at its numbers, so that its parts are captured one by one; `how` calls them."""
+    """Branches on values, so that its parts are captured separately; `how` calls them."""
 
     def __init__(self, how):
         super().__init__()
@@ -44,14 +44,14 @@ HOW = {
 
 
 @pytest.mark.parametrize("name", HOW)
-def test_a_part_is_called_as_the_network_likes(name):
+def test_a_part_may_be_called_with_other_arguments(name):
     how, noted = HOW[name]
     model = Net(how).eval()
     masks = halve.prune(model, also="pair.0")
     fast = sparsely(compiled(model, masks))
     assert "parts" in fast.plan.uncompiled["the network"]
     assert any(layer.is_2_4 for layer in fast.layers)
-    assert ("head" in fast.plan.uncompiled) == noted  # nothing is slower in silence
+    assert ("head" in fast.plan.uncompiled) == noted  # every fallback is reported
     for count in (1, 2, 5):
         x = images(count, seed=count)
         with torch.no_grad():
@@ -62,7 +62,7 @@ def test_a_part_is_called_as_the_network_likes(name):
 
 def test_code_that_reads_attributes_of_a_part_falls_back_to_eager():
     fast = same(Net(lambda n, x: n.pair(n.head(x)) * n.head.scale), images(2))
-    assert "reads attributes" in fast.plan.uncompiled["head"]
+    assert "needs the original module" in fast.plan.uncompiled["head"]
     assert not fast.layers
 
 
@@ -94,14 +94,14 @@ def louder(net, y, x):
     return y
 
 
-def test_a_part_that_code_sets_up_differently_falls_back_to_eager():
+def test_a_part_whose_state_changes_between_calls_falls_back_to_eager():
     fast = same(Outer(louder), images(2), calls=2)
-    assert "computes something else" in fast.plan.uncompiled["inner"]
+    assert "does not match the module" in fast.plan.uncompiled["inner"]
     assert "pair" not in fast.plan.uncompiled
     assert [layer.name for layer in fast.layers] == ["pair.0"]
 
 
-def test_a_part_that_treats_one_image_differently_runs_one_in_eager_mode():
+def test_a_part_that_treats_single_images_differently_runs_them_eagerly():
     model = Outer(lambda net, y, x: y).eval()
     fast = same(model, images(2))
     for count in (1, 2, 3):

@@ -38,7 +38,7 @@ def case(operation, family, residual, bias):
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("operation", "family", "variant"), CASES)
-def test_torch_finds_nothing_wrong_with_the_operator(operation, family, variant):
+def test_opcheck_passes(operation, family, variant):
     for full in (False, True):
         inputs, packed, _ = case(operation, family, residual=full, bias=full)
         arguments = (inputs, list(packed.values()), " ".join(packed), operation.to_json(), family, variant)
@@ -46,14 +46,14 @@ def test_torch_finds_nothing_wrong_with_the_operator(operation, family, variant)
 
 
 @pytest.mark.parametrize(("operation", "family", "variant"), CASES)
-def test_every_kernel_gives_what_the_reference_gives(operation, family, variant):
+def test_every_kernel_matches_the_reference(operation, family, variant):
     for residual, bias in ((False, False), (False, True), (True, False), (True, True)):
         inputs, packed, tensors = case(operation, family, residual, bias)
         got = op.call(inputs, packed, operation.to_json(), Kernel(family, variant))
         torch.testing.assert_close(got, operation.reference(inputs, tensors))
 
 
-def test_it_is_exported_with_a_free_batch():
+def test_it_can_be_exported_with_a_dynamic_batch_size():
     conv = Convolution(8, 4, (3, 3), padding=(1, 1), activation="relu")
 
     class Net(torch.nn.Module):
@@ -66,6 +66,8 @@ def test_it_is_exported_with_a_free_batch():
     assert torch.equal(program.module()(x, arguments[1]), Net()(x, arguments[1]))
 
 
-def test_a_family_that_is_not_there_is_named():
-    with pytest.raises(EngineError, match="no kernel family 'wgmma_9000'; this version of halve has dense, mma_sp"):
+def test_an_unknown_family_raises():
+    with pytest.raises(
+        EngineError, match="unknown kernel family 'wgmma_9000': this version of halve has dense, mma_sp"
+    ):
         op.call([random(1, 4)], {}, Linear(2, 4).to_json(), Kernel("wgmma_9000", "1x1"))

@@ -1,4 +1,4 @@
-"""A kernel family that is defined here is found, planned, run, saved and loaded, and the engine knows nothing of it."""
+"""A kernel family defined in this file is matched, planned, run, saved and loaded without changes to the engine."""
 
 import time
 
@@ -15,7 +15,7 @@ from tests.random_masks import random
 
 
 class Gathered(KernelFamily):
-    """2:4 Linear layers on a CPU: the kept columns of each row, and their indices."""
+    """2:4 Linear layers on a CPU, packed as the kept columns of each row and their indices."""
 
     name, sparse, reads, version = "gathered", True, Layout.ANY, "1"
 
@@ -65,7 +65,7 @@ def network():
     return nn.Sequential(nn.Linear(16, 32), nn.ReLU(), nn.Linear(32, 32), nn.GELU(), nn.Linear(32, 4)).eval()
 
 
-def test_a_family_is_found_planned_run_saved_and_loaded(gathered, slow_dense, tmp_path):
+def test_a_family_is_matched_planned_run_saved_and_loaded(gathered, slow_dense, tmp_path):
     model = network()
     masks, x = halve.prune(model), random(3, 16)
     fast = halve.compile(model, masks, x)
@@ -85,7 +85,7 @@ def test_a_family_is_found_planned_run_saved_and_loaded(gathered, slow_dense, tm
     torch.testing.assert_close(torch.compile(fast, backend="aot_eager")(x), expected)
 
 
-def test_a_wrong_kernel_is_not_taken(gathered, slow_dense, monkeypatch):
+def test_a_wrong_kernel_is_not_used(gathered, slow_dense, monkeypatch):
     run = Gathered.run
     monkeypatch.setattr(Gathered, "run", lambda *arguments: run(*arguments) * 1.01)
     model = network()
@@ -113,7 +113,7 @@ def test_a_new_version_is_timed_again(gathered, monkeypatch):
     assert any("gathered plain 2" in names for names in asked)
 
 
-def test_every_family_packs_without_loss():
+def test_every_family_packs_losslessly():
     for family in registry.FAMILIES.values():
         for operation in (Convolution(20, 12, (3, 2)), Linear(20, 12)):
             weight = random(*operation.weight_shape, seed=1).half()
@@ -126,12 +126,12 @@ def test_every_family_packs_without_loss():
                 assert back[name].dtype == tensor.dtype
 
 
-def test_kernels_are_asked_for_by_device_and_dtype():
+def test_kernels_depend_on_device_and_dtype():
     cpu, piece = torch.device("cpu"), Piece(Convolution(8, 4, activation="relu"), torch.float16, is_2_4=True)
     assert registry.kernels_for(piece, cpu) == [registry.FALLBACK] == [Kernel("dense", "torch")]
     assert "NVIDIA" in registry.no_sparse_kernels(cpu, torch.float16)
 
 
-def test_the_names_of_families_are_their_keys():
+def test_families_are_registered_under_their_names():
     assert all(family.name == name for name, family in registry.FAMILIES.items())
     assert all(family.version for family in registry.FAMILIES.values())

@@ -9,21 +9,21 @@ def sizes(spans):
     return [span.axis.size for span in resolved(spans)]
 
 
-def test_tied_axes_are_one():
+def test_tied_axes_share_a_root():
     a, b, c = fresh(4), fresh(4), fresh(4)
     tie(a, b)
     tie(c, b)
     assert resolved(a) == resolved(b) == resolved(c)
 
 
-def test_where_only_parts_meet_axes_are_cut():
+def test_axes_are_cut_if_only_parts_are_tied():
     a, b = fresh(8), fresh(2) + fresh(6)
     tie(a, b)
     assert sizes(a) == sizes(b) == [2, 6]
     assert resolved(a) == resolved(b)
 
 
-def test_an_axis_can_meet_itself_shifted():
+def test_an_axis_can_be_tied_to_itself_with_a_shift():
     (a,), (b,), (c,) = fresh(4), fresh(4), fresh(4)
     tie((a, b), (b, c))
     assert resolved([a]) == resolved([b]) == resolved([c])
@@ -40,11 +40,11 @@ def test_halves_of_one_axis_can_be_tied_to_each_other():
 def test_axes_that_overlap_themselves_are_cut_until_they_fit():
     (a,) = fresh(6)
     (b,) = fresh(3)
-    tie((a, b), (b, a))  # places 0-2 of a are b, places 3-5 of a are places 0-2 of a
+    tie((a, b), (b, a))  # elements 0-2 of a are b, elements 3-5 of a are elements 0-2 of a
     assert set(resolved([a])) == set(resolved([b]))
 
 
-def test_pins_reach_all_that_is_tied_before_and_after():
+def test_a_pin_affects_axes_tied_before_and_after():
     a, b, c = fresh(4), fresh(4), fresh(4)
     tie(a, b)
     pin(a, "first")
@@ -68,7 +68,7 @@ def test_different_widths_and_repeats_cannot_be_tied():
     assert all(span.axis.pinned for span in (*resolved(c), *resolved(d)))
 
 
-def test_a_cut_between_the_pixels_of_a_channel_pins_it():
+def test_a_cut_inside_a_channel_pins_it():
     (span,) = fresh(4)
     flat = (Span(span.axis, 9),)
     left, right = cut(flat, 10)
@@ -92,7 +92,7 @@ def test_a_cut_at_an_end_cuts_nothing(at):
 
 
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=5), st.lists(st.integers(1, 6), min_size=1, max_size=5))
-def test_any_two_rows_of_the_same_width_can_be_tied(left, right):
+def test_any_two_sequences_of_the_same_width_can_be_tied(left, right):
     total = max(sum(left), sum(right))
     rows = []
     for row in (left, right):

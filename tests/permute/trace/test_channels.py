@@ -1,4 +1,4 @@
-"""Channels in random orders must leave every network's function as it is: the whole truth about the rules, in fp64."""
+"""Randomly permuted channels must not change what a network computes, in float64: this checks every rule."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from halve.permute.trace.channels import Channels
 
 
 def lively(model):
-    """Norms and other small parameters with numbers of their own, so that a channel in the wrong place shows."""
+    """Randomize norms and other small parameters, so that a misplaced channel changes the output."""
     generator = torch.Generator().manual_seed(0)
     for name, tensor in model.named_parameters():
         if tensor.dim() == 1 or "scale" in name or "token" in name:
@@ -114,15 +114,15 @@ MOVE = {
     "PReLU": (lambda net, x: net.parts["p"](x), {"p": nn.PReLU(8)}),
     "InstanceNorm": (lambda net, x: net.parts["n"](x), {"n": nn.InstanceNorm2d(8, affine=True)}),
     "GroupNorm": (lambda net, x: net.parts["n"](x), {"n": nn.GroupNorm(2, 8)}),
-    "LayerNorm of the last": (
+    "LayerNorm, channels last": (
         lambda net, x: net.parts["n"](x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2),
         {"n": nn.LayerNorm(8)},
     ),
     "a transposed convolution": (lambda net, x: net.parts["t"](x), {"t": nn.ConvTranspose2d(8, 8, 2)}),
     "a layer called twice": (lambda net, x: net.parts["c"](net.parts["c"](x)), {"c": nn.Conv2d(8, 8, 1)}),
     "softmax over channels": (lambda net, x: x.softmax(1), {}),
-    "over the norm of all channels": (lambda net, x: x / x.norm(dim=1, keepdim=True), {}),
-    "less the mean of all channels": (lambda net, x: x - x.mean((1, 2, 3), keepdim=True), {}),
+    "divided by the norm over channels": (lambda net, x: x / x.norm(dim=1, keepdim=True), {}),
+    "minus the mean over channels": (lambda net, x: x - x.mean((1, 2, 3), keepdim=True), {}),
     "halves swapped": (lambda net, x: torch.cat(x.chunk(2, 1)[::-1], 1), {}),
     "halves added": (lambda net, x: torch.cat([x[:, :4] + x[:, 4:], x[:, :4]], 1), {}),
     "channels cut and padded": (lambda net, x: F.pad(x[:, 2:6], (0, 0, 0, 0, 1, 3)), {}),
@@ -136,12 +136,15 @@ MOVE = {
 
 @pytest.mark.parametrize("name", MOVE)
 def test_operations_that_channels_can_move_through(name):
-    middle, parts = MOVE[name]
+    assert "last" in free_layers(*MOVE[name])
+
+
+def free_layers(middle, parts):
+    """The layers whose input channels moved, after checking that the network computes the same."""
     torch.manual_seed(0)
-    net = lively(Odd(middle, **parts))
-    difference, free, _ = shuffled(net, images(6, 4))
+    difference, free, _ = shuffled(lively(Odd(middle, **parts)), images(6, 4))
     assert difference < 1e-12
-    assert "last" in free
+    return free
 
 
 STAY = {
@@ -149,7 +152,7 @@ STAY = {
     "channels flipped": (lambda net, x: x.flip(1), {}),
     "channels shuffled": (lambda net, x: x.unflatten(1, (2, 4)).transpose(1, 2).flatten(1, 2), {}),
     "every other channel": (lambda net, x: torch.cat([x[:, ::2], x[:, 1::2]], 1), {}),
-    "summed up along channels": (lambda net, x: x.cumsum(1), {}),
+    "cumulative sum over channels": (lambda net, x: x.cumsum(1), {}),
     "reflected channels": (lambda net, x: F.pad(x, (0, 0, 0, 0, 1, 1), mode="reflect")[:, 1:9], {}),
     "pooled channels": (lambda net, x: F.avg_pool2d(x.transpose(1, 2), 3, 1, 1).transpose(1, 2), {}),
     "a channel selected": (lambda net, x: x + x[:, 3].unsqueeze(1), {}),
@@ -163,32 +166,27 @@ STAY = {
 
 
 @pytest.mark.parametrize("name", STAY)
-def test_operations_that_know_where_a_channel_is_keep_it_there(name):
-    middle, parts = STAY[name]
-    torch.manual_seed(0)
-    net = lively(Odd(middle, **parts))
-    difference, free, _ = shuffled(net, images(6, 4))
-    assert difference < 1e-12
-    assert "last" not in free
+def test_operations_that_depend_on_the_order_of_channels_pin_them(name):
+    assert "last" not in free_layers(*STAY[name])
 
 
-def test_a_channel_that_is_used_on_its_own_stays_and_the_others_may_move():
+def test_a_channel_used_by_itself_stays_and_the_others_may_move():
     net = lively(Odd(lambda net, x: x * x[:, 2:3]))
     difference, _, channels = shuffled(net, images(6, 4))
     assert difference < 1e-12
     assert [span.axis.size for span in channels.along("last.weight", 1)] == [2, 1, 5]
 
 
-def test_a_grouped_convolution_lets_channels_move_inside_its_groups_behind_it():
+def test_output_channels_of_a_grouped_convolution_may_move_within_their_group():
     net = lively(Odd(lambda net, x: net.parts["g"](x), g=nn.Conv2d(8, 8, 1, groups=2)))
     difference, _, channels = shuffled(net, images(6, 4))
     assert difference < 1e-12
-    assert channels.along("first.weight", 0)[0].axis.pinned == "a grouped convolution reads it"
+    assert channels.along("first.weight", 0)[0].axis.pinned == "read by a grouped convolution"
     assert [(span.axis.size, span.axis.pinned) for span in channels.along("last.weight", 1)] == [(4, None), (4, None)]
 
 
 class Tied(nn.Module):
-    """Weights that are read in other ways than by their layer."""
+    """Weights that are also read outside of their layer."""
 
     def __init__(self, how):
         super().__init__()
@@ -214,13 +212,13 @@ TIED = {
     "attention on the input": lambda net, x: net.wide(torch.cat([net.a(x), x * net.attention(x).sigmoid()], 1)).relu(),
     "attention first, cut": lambda net, x: torch.cat([x * net.attention(x).sigmoid(), net.a(x)], 1)[:, :8],
     "a buffer that no checkpoint holds": lambda net, x: net.e(net.a(x) * net.fixed),
-    "nothing joined": lambda net, x: torch.cat([torch.empty(0, dtype=x.dtype), net.a(x)], 1),
-    "over its deviation": lambda net, x: net.a(x) / net.a(x).std(False),
+    "concatenated with nothing": lambda net, x: torch.cat([torch.empty(0, dtype=x.dtype), net.a(x)], 1),
+    "divided by its standard deviation": lambda net, x: net.a(x) / net.a(x).std(False),
 }
 
 
 @pytest.mark.parametrize("name", TIED)
-def test_weights_that_are_read_in_other_ways_too(name):
+def test_weights_that_are_also_read_outside_of_their_layer(name):
     torch.manual_seed(0)
     net = lively(Tied(TIED[name]))
     difference, _, channels = shuffled(net, images(6, 4))
@@ -228,7 +226,7 @@ def test_weights_that_are_read_in_other_ways_too(name):
     assert channels.along("fixed", 1) is None
 
 
-def test_slopes_of_prelu_lie_along_dimension_one_whatever_the_channels_do():
+def test_prelu_slopes_are_along_dimension_one():
     net = nn.Sequential(nn.Linear(4, 8), nn.PReLU(8), nn.Linear(8, 4))
     difference, free, _ = shuffled(lively(net), torch.randn(2, 8, 4, dtype=torch.float64))
     assert difference < 1e-12
@@ -251,11 +249,11 @@ def test_a_flattened_image_moves_pixels_with_their_channel():
     assert [(span.axis.size, span.repeat) for span in channels.along("3.weight", 1)] == [(8, 16)]
 
 
-def test_a_computed_weight_stays():
+def test_a_computed_weight_is_pinned():
     net = nn.Sequential(nn.Conv2d(4, 8, 3), nn.utils.parametrizations.weight_norm(nn.Conv2d(8, 4, 1)))
     difference, _, channels = shuffled(net.double().eval(), images(6, 4))
     assert difference == 0
-    assert channels.along("0.weight", 0)[0].axis.pinned == "the weight that reads it is computed"
+    assert channels.along("0.weight", 0)[0].axis.pinned == "read by a layer whose weight is computed"
 
 
 def test_weights_that_are_tied_move_together():
@@ -264,11 +262,11 @@ def test_weights_that_are_tied_move_together():
     difference, free, channels = shuffled(lively(net), images(6, 4))
     assert difference < 1e-12
     assert {"1", "4"} <= free
-    assert channels.along("3.weight", 1) is None  # it goes by its first name
+    assert channels.along("3.weight", 1) is None  # tied tensors are listed under their first name
 
 
-def test_outputs_and_inputs_stay():
+def test_inputs_and_outputs_are_pinned():
     net = nn.Sequential(nn.Conv2d(4, 8, 1), nn.Conv2d(8, 4, 1))
     channels = Channels(capture(net, images(6, 4).float()))
-    assert "model's input" in channels.along("0.weight", 1)[0].axis.pinned
-    assert channels.along("1.weight", 0)[0].axis.pinned == "it is an output of the model"
+    assert "input of the model" in channels.along("0.weight", 1)[0].axis.pinned
+    assert channels.along("1.weight", 0)[0].axis.pinned == "output of the model"

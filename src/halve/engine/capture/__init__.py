@@ -1,1 +1,1 @@
-"""What a captured graph holds for."""
+"""When a captured graph may replace the model's code."""

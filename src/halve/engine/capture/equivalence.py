@@ -1,7 +1,7 @@
-"""Does a graph compute what its model computes? Run both and compare.
+"""Check that a captured graph is equivalent to its model, by running both.
 
-torch.export captures under the condition that no size is 1, mostly for its own sake, and sometimes because the model's
-code treats a single image differently. The graph does not tell which; running both does.
+torch.export excludes batch size 1 from graphs with a dynamic batch size, whether or not the model treats a single image
+differently. Running both tells which.
 """
 
 from typing import Any
@@ -13,11 +13,11 @@ from torch import Tensor, nn
 from halve.engine.capture.guards import Guards
 from halve.outputs import relative_error
 
-_TOLERANCE = 1e-2  # fused sums are rounded differently, on tensor cores coarsely
+_TOLERANCE = 1e-2  # fused sums round differently, and tensor cores may use TF32
 
 
 def checked(graph: nn.Module, model: nn.Module, guards: Guards, inputs: tuple[Tensor, ...]) -> Guards | str:
-    """The guards that the graph really needs, or why it cannot replace the model on these inputs.
+    """The guards under which the graph may replace the model, or the reason why it may not.
 
     >>> class Net(nn.Module):
     ...     def forward(self, x):
@@ -27,31 +27,31 @@ def checked(graph: nn.Module, model: nn.Module, guards: Guards, inputs: tuple[Te
     (((2, None), (3, 3)),)
     """
     if (broken := guards.broken(inputs)) is not None:
-        return f"the graph of two images is only valid for inputs with {broken}"
+        return f"a graph captured with two images is only valid for inputs with {broken}"
     if not agree(graph, model, tuple(_first(x, 2) for x in inputs), {}):
         return "the captured graph does not compute what the model computes"
     single = tuple(_first(x, 1) for x in inputs)
     if guards.broken(single) is None and not agree(graph, model, single, {}):
-        guards = guards.several_images()
+        guards = guards.without_single_images()
     if guards.broken(inputs) is not None:
-        return "its code treats one image differently from several"
+        return "its code treats single images differently"
     return guards
 
 
 def agree(graph: nn.Module, model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether both return the same; False if the model does not run. A random model is compared by shapes."""
+    """Whether both return the same outputs; for random models, the same shapes. False if the model does not run."""
     try:
         expected, got = _outputs(model, args, kwargs), _outputs(graph, args, kwargs)
         if relative_error(got, expected) <= _TOLERANCE:
             return True
         again = _outputs(model, args, kwargs)
-    except Exception:  # the model's own code, on inputs that it may not be made for
+    except Exception:  # the model's own code, on inputs that it may not support
         return False
     return relative_error(again, expected) > _TOLERANCE and _shapes(got) == _shapes(expected)
 
 
 def _outputs(net: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    args, kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))  # which a network may write to
+    args, kwargs = pytree.tree_map_only(Tensor, torch.clone, (args, kwargs))  # networks may write to their inputs
     return net(*args, **kwargs)
 
 

@@ -1,6 +1,6 @@
-"""Which inputs a captured graph is valid for: limits on sizes, and the guards that torch.export wrote down as text.
+"""Guards: which inputs a captured graph is valid for.
 
-Guards are parsed as expressions of sizes and integers; they are never run as code.
+torch.export returns guards as Python expressions over sizes and integers. They are parsed, never executed.
 """
 
 import ast
@@ -27,18 +27,18 @@ _OPERATIONS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Gt: operator.gt,
     ast.GtE: operator.ge,
 }
-_LONGEST = 200  # characters of a condition in a message
+_LONGEST = 200  # characters of a guard in a message
 _FUNCTIONS: dict[str, Callable[..., int]] = {"max": max, "Max": max, "sym_max": max, "min": min, "sym_min": min}
 
-Expression = Callable[[Mapping[str, Any]], Any]  # of arguments by name
+Expression = Callable[[Mapping[str, Any]], Any]  # of the arguments by name
 
 
 @dataclass(frozen=True)
 class Guards:
-    """What holds of the inputs of a captured graph.
+    """The inputs that a captured graph is valid for.
 
-    `sizes` are limits for each input; `names` are the parameters that inputs are passed for, with a * before one that
-    takes all that are left; `conditions` are guards on sizes.
+    `sizes` has the smallest and largest size of each input dimension; `names` are the parameters of `forward`, with *
+    for a variadic one; `conditions` are the guards of torch.export.
 
     >>> import torch
     >>> guards = Guards((((0, None), (3, 3), (0, None)),), ("x",), ("L['x'].size()[2] % 2 == 0",))
@@ -60,25 +60,25 @@ class Guards:
 
     @classmethod
     def of(cls, part: Part, forward: Callable[..., Any]) -> "Guards":
-        """The guards of a captured part, whose module has this `forward`."""
+        """The guards of a captured part. `forward` is that of its module."""
         parameters = inspect.signature(forward).parameters.values()
         names = tuple(f"*{p.name}" if p.kind is p.VAR_POSITIONAL else p.name for p in parameters)
         return cls(part.sizes(), names, part.conditions)
 
-    def several_images(self) -> "Guards":
-        """The same for batches of two images or more."""
+    def without_single_images(self) -> "Guards":
+        """The same guards, for batch sizes from 2."""
         sizes = tuple(((max(2, x[0][0]), x[0][1]), *x[1:]) if x and x[0][1] is None else x for x in self.sizes)
         return Guards(sizes, self.names, self.conditions)
 
     def broken(self, inputs: tuple[Any, ...]) -> str | None:
-        """The first guard that these positional inputs break; None if all hold."""
+        """The first guard that these positional inputs violate; None if all hold."""
         given: dict[str, Any] = {}
         for index, name in enumerate(self.names[: max(len(inputs), 1)]):
             given[name.lstrip("*")] = inputs[index:] if name.startswith("*") else inputs[index]
         return self.broken_by(tuple(x for x in inputs if isinstance(x, Tensor)), given)
 
     def broken_by(self, tensors: tuple[Tensor, ...], arguments: Mapping[str, Any]) -> str | None:
-        """The same for the tensors among the inputs, and all arguments by name."""
+        """Like `broken`, given the tensors among the inputs and all arguments by name."""
         for x, limits in zip(tensors, self.sizes, strict=False):
             if not _within(x, limits):
                 return f"({', '.join(_shown(d, least, most) for d, (least, most) in enumerate(limits))})"
@@ -108,7 +108,7 @@ def _shown(dim: int, least: int, most: int | None) -> str:
 
 
 def _read(condition: str) -> Expression:
-    """A condition that cannot be parsed never holds."""
+    """Parse a condition. One that cannot be parsed never holds."""
     try:
         return _expression(ast.parse(condition, mode="eval").body)
     except (SyntaxError, ValueError):

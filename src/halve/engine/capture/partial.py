@@ -1,7 +1,7 @@
-"""A network that cannot be captured as one graph, compiled in its largest captured modules.
+"""Partial capture: compile the largest capturable modules of a network that cannot be captured as one graph.
 
-The network's own code calls them, several times and with other arguments if it likes. A captured module runs its graph
-in the calls that the graph is valid for, and the original module in all others.
+The network's own code calls these modules. Calls that satisfy the guards of a module's graph run the graph; all other
+calls fall back to the original module.
 """
 
 import inspect
@@ -20,11 +20,11 @@ from halve.engine.recorded import shapes_of
 from halve.errors import first_line
 from halve.graph import Part
 
-_MOST_SHAPES = 4096  # that are remembered
+_MAX_SHAPES = 4096  # remembered per part
 
 
 class CapturedPart(nn.Module):
-    """A module of the network with its graph. `eager_calls` says what was different about calls that ran eagerly."""
+    """A module of the network with its graph. `eager_calls` says why calls fell back to eager, if any did."""
 
     def __init__(self, part: Part, graph: GraphModule, module: nn.Module) -> None:
         super().__init__()
@@ -41,9 +41,9 @@ class CapturedPart(nn.Module):
             return self.module(*args, **kwargs)
         return self.graph(*args, **kwargs)
 
-    def only_several_images(self) -> None:
-        """Run the module for single images from now on."""
-        self.guards, self._known = self.guards.several_images(), {}
+    def exclude_single_images(self) -> None:
+        """Fall back to eager for batch size 1 from now on."""
+        self.guards, self._known = self.guards.without_single_images(), {}
 
     def misfit(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         """Why the graph is not valid for a call; None if it is."""
@@ -61,17 +61,17 @@ class CapturedPart(nn.Module):
             arguments = inspect.signature(self.module.forward).bind(*args, **kwargs).arguments
             broken = self.guards.broken_by(tensors, arguments)
             why = None if broken is None else f"inputs that are not {broken}"
-            known = {**(known if len(known) < _MOST_SHAPES else {}), shapes: why}
-            self._known = known  # replaced, not changed: other threads may read it
+            known = {**(known if len(known) < _MAX_SHAPES else {}), shapes: why}
+            self._known = known  # replaced, not mutated: other threads may read it
         return known[shapes]
 
 
 def captured_parts(
     model: nn.Module, parts: tuple[Part, ...], inputs: tuple[Any, ...]
 ) -> tuple[dict[str, CapturedPart], dict[str, str]]:
-    """The parts that compute what their modules compute in one run of the model, and why the others do not.
+    """Capture the parts that match their modules in one run of the model; returns them, and why the others fail.
 
-    Every call in that run is compared: code may set a module up differently for a call, in a way no argument shows.
+    Every call in that run is compared, since code may change a module's state between calls.
     """
     found: dict[str, CapturedPart] = {}
     refused: dict[str, str] = {}
@@ -92,9 +92,9 @@ def captured_parts(
             try:
                 single = _single_image(args, kwargs)
                 if captured.misfit(*single) is None and not agree(captured.graph, module, *single):
-                    captured.only_several_images()
+                    captured.exclude_single_images()
                 if captured.misfit(args, kwargs) is None and not agree(captured.graph, module, args, kwargs):
-                    refused[name] = "falls back to eager: its graph computes something else in this network"
+                    refused[name] = "falls back to eager: its graph does not match the module in this network"
             finally:
                 comparing = False
 
@@ -112,13 +112,13 @@ def captured_parts(
             handle.remove()
     taken = {name: part for name, part in found.items() if name not in refused}
     if (why := _runs_around(model, taken, inputs)) is not None:
-        why = f"falls back to eager: the code around it reads attributes ({why})"
+        why = f"falls back to eager: the code around it needs the original module ({why})"
         return {}, {**refused, **dict.fromkeys(taken, why)}
     return taken, refused
 
 
 def _runs_around(model: nn.Module, parts: Mapping[str, CapturedPart], inputs: tuple[Any, ...]) -> str | None:
-    """Why the model's code does not run with its captured parts; None if it does."""
+    """Why the model's code does not run with the captured parts; None if it does."""
     replace_parts_(model, parts)
     try:
         model(*(x.clone() if isinstance(x, Tensor) else x for x in inputs))
@@ -138,6 +138,6 @@ def _single_image(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[
 
 
 def replace_parts_(model: nn.Module, parts: Mapping[str, CapturedPart]) -> None:
-    """Put the captured parts in the place of their modules."""
+    """Replace modules by their captured parts."""
     for name, part in parts.items():
         model.set_submodule(name, part)

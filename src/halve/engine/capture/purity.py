@@ -1,4 +1,4 @@
-"""What a network changes when it runs: graphs are only taken from code that changes nothing."""
+"""Side effects: a graph may only replace code that does not change buffers or inputs."""
 
 import contextlib
 from collections.abc import Iterator
@@ -14,7 +14,7 @@ _BY_STRIDES = (torch.ops.aten.as_strided.default, torch.ops.aten.as_strided_copy
 
 
 def impurity(part: Part) -> str | None:
-    """Why a captured part must run in eager mode; None if its graph may replace it.
+    """Why a captured part must run eagerly; None if its graph may replace it.
 
     >>> from halve.graph import capture
     >>> class Counting(nn.Module):
@@ -30,9 +30,9 @@ def impurity(part: Part) -> str | None:
     if part.writes_buffers:
         return "it changes its buffers when it runs"
     if part.name and part.writes_inputs:
-        return "it changes its inputs, which the code around it may read"
+        return "it changes its inputs in place, which the code around it may read"
     if any(node.target in _BY_STRIDES for node in part.graph.nodes):
-        return "it reads memory by strides, which change when images are channels last"
+        return "it uses as_strided, whose strides are different for channels last"
     return None
 
 
@@ -44,7 +44,7 @@ class Changes:
 
 @contextlib.contextmanager
 def preserved_buffers(body: nn.Module) -> Iterator[Changes]:
-    """Restore afterwards the buffers that the network's own code may write to."""
+    """Restore the buffers that the network's own code may write to, on exit."""
     before = [
         (module, name, buffer, buffer.clone())
         for module in body.modules()
@@ -63,5 +63,5 @@ def preserved_buffers(body: nn.Module) -> Iterator[Changes]:
 
 
 def _bits(x: Tensor) -> Tensor:
-    """The bytes of a tensor: NaN equals itself."""
+    """The bytes of a tensor, so that NaN compares equal to itself."""
     return x.detach().contiguous().reshape(-1).view(torch.uint8)

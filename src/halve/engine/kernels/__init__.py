@@ -1,1 +1,1 @@
-"""Kernel families: one folder each."""
+"""Kernel families, one per folder."""

@@ -1,7 +1,7 @@
-"""What a kernel family is: everything that the engine has to know of a way to run layers.
+"""The interface of kernel families: everything that the engine needs to know about them.
 
-Adding a family takes a folder beside this file and one line in `registry.py`. The engine asks each family which
-variants can run a piece, times them, and keeps weights in the form that the chosen families need.
+To add a family, add a folder next to this file and one line to `registry.py`. The engine asks each family which
+variants can run a layer, times them, and keeps weights packed for the families that it chose.
 """
 
 import enum
@@ -17,20 +17,20 @@ from halve.engine.operations import Operation, Tensors
 
 
 class Layout(enum.Enum):
-    """How images lie in memory between layers."""
+    """The memory layout of images between layers."""
 
-    ANY = "as PyTorch has it"
+    ANY = "any"
     NHWC = "channels last"
 
     def of(self, x: Tensor) -> Tensor:
-        """The tensor in this layout."""
+        """Convert a tensor to this layout."""
         if self is Layout.NHWC and x.dim() == 4:
             return x.contiguous(memory_format=torch.channels_last)
         return x
 
 
 class Kernel(NamedTuple):
-    """One variant of one family."""
+    """A variant of a kernel family."""
 
     family: str
     variant: str
@@ -41,51 +41,50 @@ class Kernel(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """A piece of a network that kernels can run: one operation of the fused graph, and what is known of its weight."""
+    """What kernels are matched against: an operation of the fused graph, and what is known about its weight."""
 
     operation: Operation
-    dtype: torch.dtype  # that it is computed in
+    dtype: torch.dtype  # the compute dtype
     is_2_4: bool = False  # at most two nonzero weights in each block of four input channels
 
 
 class KernelFamily(ABC):
-    """A set of kernels that share their source and their form of the weights.
+    """A set of kernels that share their source and the packed form of the weights.
 
-    A layer's tensors come in canonical form: `weight` in the dtype that is computed in and in PyTorch's shape, `bias`
-    in at least single precision. `unpack(pack(tensors))` must give them back bit for bit: the engine keeps only the
-    forms that a plan needs.
+    In canonical form, `weight` has PyTorch's shape and the compute dtype, and `bias` at least single precision.
+    `unpack(pack(tensors))` must restore them bit for bit: the engine only keeps the packed tensors that a plan needs.
     """
 
     name: ClassVar[str]
-    sparse: ClassVar[bool] = False  # multiplies only the kept weights of a 2:4 layer
-    library: ClassVar[bool] = False  # PyTorch's own kernels and vendor libraries: what we are measured against
+    sparse: ClassVar[bool] = False  # skips the pruned weights of 2:4 layers
+    library: ClassVar[bool] = False  # PyTorch or a vendor library, not a kernel of ours
     reads: ClassVar[Layout] = Layout.ANY
     writes: ClassVar[Layout] = Layout.ANY
 
     @property
     @abstractmethod
     def version(self) -> str:
-        """A digest of everything that decides how fast the kernels are: sources and variants."""
+        """A digest of everything that affects the speed of the kernels: sources and variants."""
 
     @abstractmethod
     def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        """Why the family cannot run anything on this device in this dtype; None if it can."""
+        """Why the family cannot run on this device in this dtype; None if it can."""
 
     @abstractmethod
     def variants(self, piece: Piece, device: torch.device) -> Sequence[str]:
-        """The variants that can run the piece on a device where the family is available; none if it cannot."""
+        """The variants that can run the piece on a device where the family is available, possibly none."""
 
     def pack(self, operation: Operation, tensors: Tensors) -> dict[str, Tensor]:
-        """The tensors in the form that the kernels read."""
+        """Pack tensors for the kernels."""
         return dict(tensors)
 
     def unpack(self, operation: Operation, packed: Tensors) -> dict[str, Tensor]:
-        """The tensors in canonical form again."""
+        """Restore the tensors in canonical form."""
         return dict(packed)
 
     @abstractmethod
     def run(self, inputs: Sequence[Tensor], packed: Tensors, operation: Operation, variant: str) -> Tensor:
-        """The result for inputs in the layout `reads`, on any device: without a fitting one, a reference runs."""
+        """Compute the result for inputs in the layout `reads`. Unsupported devices run a reference implementation."""
 
     def fake(self, inputs: Sequence[Tensor], packed: Tensors, operation: Operation) -> Tensor:
         """An empty tensor with the shape and strides of the result."""

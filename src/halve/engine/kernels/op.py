@@ -1,7 +1,7 @@
-"""`halve::run_kernel`: any kernel of any family as one PyTorch operator, for graphs that are traced, exported or saved.
+"""`halve::run_kernel`: every kernel as a PyTorch operator, for torch.compile, torch.export and saved networks.
 
-Operators registered with torch.library stay as they are under torch.compile and torch.export. Outside of these, layers
-call their family directly.
+torch.compile and torch.export keep operators registered with torch.library opaque. In eager mode, layers call their
+kernel family directly.
 """
 
 from collections.abc import Mapping, Sequence
@@ -16,7 +16,7 @@ from halve.errors import EngineError
 
 
 def call(inputs: Sequence[Tensor], packed: Mapping[str, Tensor], operation: str, kernel: Kernel) -> Tensor:
-    """Run a kernel through the operator. The operation is JSON text, which torch.compile cannot make."""
+    """Run a kernel through the operator. `operation` is JSON, prepared ahead since torch.compile cannot trace that."""
     result: Tensor = run_kernel(
         list(inputs), list(packed.values()), " ".join(packed), operation, kernel.family, kernel.variant
     )
@@ -42,5 +42,5 @@ def _fake(
 
 def _family(family: str) -> KernelFamily:
     if family not in FAMILIES:
-        raise EngineError(f"there is no kernel family {family!r}; this version of halve has {', '.join(FAMILIES)}")
+        raise EngineError(f"unknown kernel family {family!r}: this version of halve has {', '.join(FAMILIES)}")
     return FAMILIES[family]

@@ -1,4 +1,4 @@
-"""The kernel families of the engine. A new family is one line here."""
+"""The list of kernel families. Add new families here."""
 
 import torch
 
@@ -25,6 +25,6 @@ def kernels_for(piece: Piece, device: torch.device) -> list[Kernel]:
 
 
 def no_sparse_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why no sparse kernel can run there; None if one can."""
+    """Why no sparse kernel can run on this device in this dtype; None if one can."""
     reasons = [family.unavailable(device, dtype) for family in FAMILIES.values() if family.sparse]
     return None if None in reasons else "; ".join(dict.fromkeys(filter(None, reasons)))

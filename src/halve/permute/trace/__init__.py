@@ -1,1 +1,1 @@
-"""Which channels of a network must move together."""
+"""Trace channels through a network: which ones must be permuted together."""

@@ -1,8 +1,8 @@
-"""Axes: sets of channels that must move together when channels are put in another order.
+"""Axes: sets of channels that must be permuted together.
 
-Each channel dimension of a network's tensors is a row of spans. Where two rows meet (a residual sum, BatchNorm after a
-convolution), their axes are tied, and cut where only parts of them meet (concatenations, groups). An axis can be
-pinned: then its channels stay where they are, with the reason.
+The channel dimension of a tensor is a sequence of spans. Where two tensors are combined (a residual sum, BatchNorm
+after a convolution), their axes are tied. If only parts of them are combined (concatenations, groups), the axes are cut
+first. A pinned axis keeps the order of its channels, and says why.
 """
 
 from collections.abc import Sequence
@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 @dataclass(eq=False)
 class Axis:
-    """`size` channels. Tied axes have one root; a cut axis is its parts."""
+    """`size` channels. Tied axes share a root; a cut axis is replaced by its parts."""
 
     size: int
     pinned: str | None = None
@@ -27,7 +27,7 @@ class Axis:
 
 
 class Span(NamedTuple):
-    """An axis as it lies along one dimension; `repeat` neighbours (pixels, after a flatten) belong to each channel."""
+    """An axis along a tensor dimension. Each channel takes `repeat` elements in a row: its pixels, after a flatten."""
 
     axis: Axis
     repeat: int = 1
@@ -46,7 +46,7 @@ def fresh(size: int, pinned: str | None = None) -> Spans:
 
 
 def resolved(spans: Sequence[Span]) -> Spans:
-    """The same spans in terms of roots that are not cut."""
+    """The same spans, with every axis replaced by its root or by its parts."""
     result: list[Span] = []
     for axis, repeat in spans:
         root = axis.root()
@@ -55,19 +55,21 @@ def resolved(spans: Sequence[Span]) -> Spans:
 
 
 def width_of(spans: Sequence[Span]) -> int:
-    """How many places the spans take along their dimension."""
+    """The number of elements that the spans cover."""
     return sum(span.width for span in spans)
 
 
 def pin(spans: Sequence[Span], reason: str) -> None:
-    """These channels must stay where they are. The first reason is kept."""
+    """Keep the order of these channels. The first reason wins."""
     for axis, _ in resolved(spans):
         axis.pinned = axis.pinned or reason
 
 
 def cut(spans: Sequence[Span], at: int) -> tuple[Spans, Spans]:
-    """The spans before and after a place, cutting the axis that it falls into; between the pixels of one channel no
-    cut is possible: then that axis is pinned, channel for channel."""
+    """Split spans at an element; returns the spans before and after it.
+
+    The axis at that element is cut. A cut between the pixels of one channel is not possible: it pins the axis.
+    """
     before: list[Span] = []
     after = list(resolved(spans))
     left = at
@@ -78,10 +80,10 @@ def cut(spans: Sequence[Span], at: int) -> tuple[Spans, Spans]:
             left -= span.width
             continue
         channels, rest = divmod(left, span.repeat)
-        if rest:  # a channel's own pixels part: they become places of their own that cannot move
-            pin([span], "its channels are taken apart")
-            before += fresh(left, "its channels are taken apart")
-            after[:0] = fresh(span.width - left, "its channels are taken apart")
+        if rest:  # between the pixels of one channel
+            pin([span], "split inside a channel")
+            before += fresh(left, "split inside a channel")
+            after[:0] = fresh(span.width - left, "split inside a channel")
             break
         span.axis.parts = (Axis(channels, span.axis.pinned), Axis(span.axis.size - channels, span.axis.pinned))
         first, second = span.axis.parts
@@ -91,8 +93,10 @@ def cut(spans: Sequence[Span], at: int) -> tuple[Spans, Spans]:
     return tuple(before), tuple(after)
 
 
-def tie(ours: Sequence[Span], theirs: Sequence[Span], reason: str = "it meets channels in another arrangement") -> None:
-    """Both rows of spans must be ordered alike. Where that cannot be said, both are pinned.
+def tie(
+    ours: Sequence[Span], theirs: Sequence[Span], reason: str = "combined with channels in a different layout"
+) -> None:
+    """Require the same channel order of both. If their channels do not correspond one to one, both are pinned.
 
     >>> a, b = fresh(8), fresh(4) + fresh(4)
     >>> tie(a, b)
@@ -110,7 +114,7 @@ def tie(ours: Sequence[Span], theirs: Sequence[Span], reason: str = "it meets ch
         mine, other, rest_ours, rest_theirs = (resolved(s) for s in (mine, other, rest_ours, rest_theirs))
         if len(mine) == len(other) == 1:
             _tie_two(mine[0], other[0], reason)
-        else:  # cutting one of the two cut the other as well
+        else:  # cutting one also cut the other
             rest_ours, rest_theirs = mine + rest_ours, other + rest_theirs
 
 

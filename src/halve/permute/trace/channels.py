@@ -1,7 +1,7 @@
-"""Where each channel goes: which dimensions of which weights must be reordered together so that nothing changes.
+"""Which dimensions of which weights must be permuted together so that the network computes the same.
 
-The captured graph is walked once. Operations that treat channels alike pass them on, others tie them together, and
-whatever is not understood pins them.
+The captured graph is walked once. Operations that do not depend on the order of channels pass them on, operations that
+combine channels tie them together, and unknown operations pin them.
 """
 
 from typing import Any
@@ -15,11 +15,11 @@ from halve.permute.trace.axes import Spans, resolved
 from halve.permute.trace.values import Values
 
 _RULES = layers.RULES | operations.RULES
-_TAKE_WEIGHTS = {*layers.RULES.values(), operations.pointwise}  # they say themselves what becomes of a weight
+_TAKE_WEIGHTS = {*layers.RULES.values(), operations.pointwise}  # rules that handle weights themselves
 
 
 class Channels:
-    """The axes along the dimensions of a model's parameters and buffers.
+    """The axes of a model's parameters and buffers, for each of their dimensions.
 
     >>> import torch
     >>> from torch import nn
@@ -29,7 +29,7 @@ class Channels:
     >>> channels.along("1.running_mean", 0) == channels.along("3.weight", 1) == channels.along("0.weight", 0)
     True
     >>> channels.along("3.weight", 0)[0].axis.pinned
-    'it is an output of the model'
+    'output of the model'
     """
 
     def __init__(self, captured: Captured) -> None:
@@ -38,12 +38,12 @@ class Channels:
             _walk(part, self._dims)
 
     def along(self, tensor: str, dim: int) -> Spans | None:
-        """The spans along one dimension of a parameter or buffer; None where nothing is known of it."""
+        """The spans along one dimension of a parameter or buffer, or None if it has no known channels."""
         spans = self._dims.get((tensor, dim))
         return None if spans is None else resolved(spans)
 
     def items(self) -> list[tuple[tuple[str, int], Spans]]:
-        """((tensor, dimension), spans) of everything that has channels."""
+        """((tensor, dimension), spans) for every dimension with known channels."""
         return [(key, resolved(spans)) for key, spans in self._dims.items()]
 
 
@@ -53,7 +53,7 @@ def _walk(part: Part, dims: dict[tuple[str, int], Spans]) -> None:
         if node.op == "call_function":
             values.labels[node] = _result(values, node)
         elif node.op == "output":
-            values.pin(node.all_input_nodes, f"it is an output of {part.name or 'the model'}")
+            values.pin(node.all_input_nodes, f"output of {part.name or 'the model'}")
 
 
 def _result(values: Values, node: Node) -> Any:
@@ -63,12 +63,12 @@ def _result(values: Values, node: Node) -> Any:
         source = values.labels.get(node.args[0])  # type: ignore[arg-type]
         return source[node.args[1]] if isinstance(source, list) else None  # type: ignore[index]
     if not isinstance(node.meta.get("val"), Tensor | tuple | list):
-        return None  # a size, for one, says nothing of channels
+        return None  # a size, for example: no channels
     rule = _RULES.get(name) or _RULES.get(name.removesuffix("_"))
     if rule is not None:
         if rule not in _TAKE_WEIGHTS:
-            whole = [x for x in node.all_input_nodes if values.is_weight(x) and values.label(x) is None]
-            values.pin(whole, f"{name} reads it apart from its layer")
+            unlabelled = [x for x in node.all_input_nodes if values.is_weight(x) and values.label(x) is None]
+            values.pin(unlabelled, f"also read by {name}, outside of its layer")
         return rule(values, node)
-    values.pin(node.all_input_nodes, f"{name} is not known to treat channels alike")
+    values.pin(node.all_input_nodes, f"read by {name}, which may depend on the order of channels")
     return None

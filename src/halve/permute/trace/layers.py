@@ -1,4 +1,4 @@
-"""How operations with weights pass channels on: convolutions, Linear, norms."""
+"""Channel rules for operations with weights: convolutions, Linear, norms."""
 
 from collections.abc import Callable
 from typing import Any
@@ -9,7 +9,7 @@ from halve.permute.trace.axes import Span, Spans, cut, fresh, pin, resolved, wid
 from halve.permute.trace.values import UNKNOWN, Label, Values, argument, sizes
 
 Rule = Callable[[Values, Node], Any]
-_READS = "it is the model's input, or its channels lie in an unknown arrangement"
+_READS = "input of the model, or channels of unknown order"
 
 
 def convolution(values: Values, node: Node) -> Label:
@@ -22,15 +22,15 @@ def convolution(values: Values, node: Node) -> Label:
     if groups == 1:
         values.tie(weight, 1, read)
         made = values.along(weight, 0)
-    elif groups == width_of(read):  # depthwise: each channel makes its own
+    elif groups == width_of(read):  # depthwise: each output channel belongs to one input channel
         times = sizes(weight)[0] // groups
         made = tuple(Span(axis, repeat * times) for axis, repeat in resolved(read))
         values.tie(weight, 0, made)
     else:
-        pin(read, "a grouped convolution reads it")
-        pin(values.along(weight, 1), "a grouped convolution reads it")
+        pin(read, "read by a grouped convolution")
+        pin(values.along(weight, 1), "read by a grouped convolution")
         made = rest = values.along(weight, 0)
-        for _ in range(groups - 1):  # channels may move inside their group
+        for _ in range(groups - 1):  # channels may move within their group
             _, rest = cut(rest, sizes(weight)[0] // groups)
     values.meet(bias, 0, made)
     return Label(dim, made)
@@ -43,9 +43,9 @@ def transposed(values: Values, node: Node) -> Label:
     if not values.is_weight(weight):
         return Label(dim, _computed(values, node, dim, read))
     if argument(node, 6, "groups", 1) != 1:
-        pin(read, "a grouped convolution reads it")
-        values.pin([weight, bias], "a grouped transposed convolution reads it")
-        return Label(dim, fresh(sizes(node)[dim], "a grouped transposed convolution makes it"))
+        pin(read, "read by a grouped convolution")
+        values.pin([weight, bias], "used by a grouped transposed convolution")
+        return Label(dim, fresh(sizes(node)[dim], "written by a grouped transposed convolution"))
     values.tie(weight, 0, read)
     made = values.along(weight, 1)
     values.meet(bias, 0, made)
@@ -65,9 +65,9 @@ def linear(values: Values, node: Node) -> Label:
 
 
 def _computed(values: Values, node: Node, dim: int, read: Spans) -> Spans:
-    pin(read, "the weight that reads it is computed")
-    values.pin(node.all_input_nodes, "it makes a weight")
-    return fresh(sizes(node)[dim], "the weight that makes it is computed")
+    pin(read, "read by a layer whose weight is computed")
+    values.pin(node.all_input_nodes, "used to compute a weight")
+    return fresh(sizes(node)[dim], "written by a layer whose weight is computed")
 
 
 def batch_norm(values: Values, node: Node) -> Label | list[Label]:
@@ -75,7 +75,9 @@ def batch_norm(values: Values, node: Node) -> Label | list[Label]:
     for tensor in node.args[1:5]:
         values.meet(tensor, 0, spans)
     label = Label(1, spans)
-    return [label] if isinstance(node.meta.get("val"), tuple | list) else label  # without its saved statistics
+    return (
+        [label] if isinstance(node.meta.get("val"), tuple | list) else label
+    )  # the saved statistics have no channels to track
 
 
 def layer_norm(values: Values, node: Node) -> Label | None:
@@ -84,7 +86,7 @@ def layer_norm(values: Values, node: Node) -> Label | None:
     label = values.label(x)
     first = len(sizes(x)) - len(shape)
     if label is None or label.dim < first:
-        values.pin(affine, "it normalises something else than channels")
+        values.pin(affine, "normalizes other dimensions than channels")
         return label
     for tensor in affine:
         values.meet(tensor, label.dim - first, label.spans)
@@ -94,7 +96,7 @@ def layer_norm(values: Values, node: Node) -> Label | None:
 def group_norm(values: Values, node: Node) -> Label:
     x, groups = node.args[0], argument(node, 1, "num_groups")
     spans = rest = values.spans(x, 1, UNKNOWN)
-    for _ in range(groups - 1):  # channels may move inside their group
+    for _ in range(groups - 1):  # channels may move within their group
         _, rest = cut(rest, sizes(x)[1] // groups)
     for tensor in (argument(node, 2, "weight"), argument(node, 3, "bias")):
         values.meet(tensor, 0, spans)

@@ -1,7 +1,8 @@
-"""How operations without weights pass channels on: sums, activations, pooling, concatenation, reshaping."""
+"""Channel rules for operations without weights: sums, activations, pooling, concatenation, reshaping."""
 
+import functools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from halve.permute.trace.values import Label, Values, argument, dimension, sizes
 _POINTWISE = """_to_copy abs add addcmul alias celu clamp clamp_max clamp_min clone contiguous cos detach div elu erf
 exp gelu hardsigmoid hardswish hardtanh leaky_relu lift_fresh_copy log log_softmax logaddexp maximum minimum
 mish mul neg ones_like pow prelu reciprocal relu relu6 rsqrt rsub selu sigmoid silu sin softmax softplus sqrt square sub
-tanh to true_divide type_as where zeros_like"""  # softmax is not pointwise, but the same in any order
+tanh to true_divide type_as where zeros_like"""  # softmax is not pointwise, but commutes with permutations
 _REDUCING = "amax amin linalg_vector_norm mean std sum var"
 _POOLING = """adaptive_avg_pool1d adaptive_avg_pool2d adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d
 adaptive_max_pool3d avg_pool1d avg_pool2d avg_pool3d max_pool1d max_pool2d max_pool2d_with_indices max_pool3d
@@ -26,23 +27,23 @@ _SPLITTING = "chunk split split_with_sizes tensor_split unsafe_chunk unsafe_spli
 
 
 def pointwise(values: Values, node: Node) -> Label | None:
-    """Anything that treats all places alike, with broadcasting."""
+    """Elementwise operations, with broadcasting."""
     rank = len(sizes(node))
     inputs = [(x, rank - len(sizes(x))) for x in node.all_input_nodes if isinstance(x.meta.get("val"), Tensor)]
     known = [(label.dim + shift, label.spans) for x, shift in inputs if (label := values.label(x)) is not None]
     known = [(dim, spans) for dim, spans in known if width_of(spans) > 1] or known
     if not known:
-        values.pin([x for x, _ in inputs], "it meets no channels that are known")
+        values.pin([x for x, _ in inputs], "combined with no known channels")
         return None
     dim, spans = known[0]
-    if width_of(spans) != sizes(node)[dim]:  # one channel, spread over others in an unknown arrangement
-        values.pin([x for x, _ in inputs], "it meets no channels that are known")
-        return Label(dim, fresh(sizes(node)[dim], "it meets no channels that are known"))
-    if node.target is torch.ops.aten.prelu.default:  # its slopes lie along dimension 1, not the last
+    if width_of(spans) != sizes(node)[dim]:  # one channel, broadcast over channels of unknown order
+        values.pin([x for x, _ in inputs], "combined with no known channels")
+        return Label(dim, fresh(sizes(node)[dim], "combined with no known channels"))
+    if node.target is torch.ops.aten.prelu.default:  # its slopes are along dimension 1, not the last
         if dim == 1:
             values.meet(node.args[1], 0, spans)
         else:
-            values.pin([node.args[1]], "it lies along another dimension")
+            values.pin([node.args[1]], "not along the channel dimension")
         inputs = inputs[:1]
     for x, shift in inputs:
         own = dim - shift
@@ -52,24 +53,31 @@ def pointwise(values: Values, node: Node) -> Label | None:
                 if other == own and size > 1:
                     values.tie(x, own, spans)
                 elif size > 1:
-                    pin(values.along(x, other), "it lies along another dimension")
+                    pin(values.along(x, other), "not along the channel dimension")
         elif width > 1:
             tie(spans, values.spans(x, own))
         elif (label := values.label(x)) is not None and label.dim != own and width_of(label.spans) > 1:
-            pin(label.spans, "it meets channels along another dimension")
+            pin(label.spans, "combined with channels along another dimension")
     return Label(dim, spans)
 
 
-def reduction(values: Values, node: Node) -> Label | None:
-    x = node.args[0]
-    label = values.label(x)
-    if label is None:
-        values.pin([x], "it is summed up along an unknown dimension")
-        return None
+def _labelled(rule: Callable[[Label, Node], Label | None]) -> Rule:
+    """A rule for operations on one value with known channels. Without a label, the result has none either."""
+
+    @functools.wraps(rule)
+    def apply(values: Values, node: Node) -> Label | None:
+        label = values.label(node.args[0])
+        return None if label is None else rule(label, node)
+
+    return apply
+
+
+@_labelled
+def reduction(label: Label, node: Node) -> Label | None:
     named = str(node.target).startswith("aten.linalg_vector_norm")
     dims = argument(node, 2 if named else 1, "dim")
     dims = None if isinstance(dims, bool) else dims  # std(x, unbiased): over everything
-    rank = len(sizes(x))
+    rank = len(sizes(node.args[0]))
     gone = {int(d) % rank for d in ([dims] if isinstance(dims, int) else dims or range(rank))}
     if label.dim in gone:
         return None  # a sum over channels is the same in any order
@@ -82,66 +90,66 @@ def pooling(values: Values, node: Node) -> Any:
     name = str(node.target).split(".")[1].removesuffix("_with_indices")
     spatial = int(name[-2])
     if label is not None and label.dim != len(sizes(node.args[0])) - spatial - 1:
-        pin(label.spans, "it is pooled")
+        pin(label.spans, "pooled along channels")
         label = None
     return [label, label] if isinstance(node.meta.get("val"), tuple | list) else label
 
 
 def concatenation(values: Values, node: Node) -> Label | None:
     joined: Any = node.args[0]
-    tensors: list[Node] = [x for x in joined if sizes(x) != [0]]  # which torch skips
+    tensors: list[Node] = [x for x in joined if sizes(x) != [0]]  # torch skips empty tensors
     dim = dimension(argument(node, 1, "dim", 0), node)
     known = next((label for x in tensors if (label := values.label(x)) is not None), None)
     if known is None:
-        values.pin(tensors, "it is joined with channels in an unknown arrangement")
+        values.pin(tensors, "concatenated with channels of unknown order")
         return None
-    if known.dim != dim:  # one after another along another dimension: all in the same order
+    if known.dim != dim:  # concatenated along another dimension: all have the same channels
         for x in tensors:
             tie(known.spans, values.spans(x, known.dim))
         return known
     return Label(dim, tuple(span for x in tensors for span in values.spans(x, dim)))
 
 
-def padding(values: Values, node: Node) -> Label | None:
-    label = values.label(node.args[0])
+@_labelled
+def padding(label: Label, node: Node) -> Label | None:
     widths = argument(node, 1, "pad")
-    if label is None:
-        return None
     at = 2 * (len(sizes(node)) - 1 - label.dim)
     if at >= len(widths) or not any(widths[at : at + 2]):
         return label
     if str(node.target).startswith("aten.pad.") and argument(node, 2, "mode", "constant") != "constant":
-        pin(label.spans, "it is padded with other channels")
+        pin(label.spans, "padded along channels, not with a constant")
         return None
     spans, (before, after) = label.spans, widths[at : at + 2]
     if before < 0:
         _, spans = cut(spans, -before)
     if after < 0:
         spans, _ = cut(spans, width_of(spans) + after)
-    filled = [fresh(width) if width > 0 else () for width in (before, after)]  # all alike: they may change places
+    filled = [
+        fresh(width) if width > 0 else () for width in (before, after)
+    ]  # constant channels: any order is the same
     return Label(label.dim, (*filled[0], *spans, *filled[1]))
 
 
-def permutation(values: Values, node: Node) -> Label | None:
-    label = values.label(node.args[0])
+@_labelled
+def permutation(label: Label, node: Node) -> Label:
     order = [dimension(d, node) for d in argument(node, 1, "dims")]
-    return None if label is None else Label(order.index(label.dim), label.spans)
+    return Label(order.index(label.dim), label.spans)
 
 
-def transposition(values: Values, node: Node) -> Label | None:
-    label = values.label(node.args[0])
+@_labelled
+def transposition(label: Label, node: Node) -> Label:
     first, second = (dimension(argument(node, place, f"dim{place - 1}"), node) for place in (1, 2))
     swapped = {first: second, second: first}
-    return None if label is None else Label(swapped.get(label.dim, label.dim), label.spans)
+    return Label(swapped.get(label.dim, label.dim), label.spans)
 
 
-def slicing(values: Values, node: Node) -> Label | None:
+@_labelled
+def slicing(label: Label, node: Node) -> Label | None:
     x = node.args[0]
-    label = values.label(x)
-    if label is None or dimension(argument(node, 1, "dim", 0), x) != label.dim:
+    if dimension(argument(node, 1, "dim", 0), x) != label.dim:
         return label
     if argument(node, 4, "step", 1) != 1:
-        pin(label.spans, "every n-th channel is taken")
+        pin(label.spans, "sliced along channels with a step")
         return None
     start, end, _ = slice(argument(node, 2, "start"), argument(node, 3, "end")).indices(sizes(x)[label.dim])
     spans, _ = cut(label.spans, end)
@@ -149,14 +157,13 @@ def slicing(values: Values, node: Node) -> Label | None:
     return Label(label.dim, spans)
 
 
-def selection(values: Values, node: Node) -> Label | None:
-    x = node.args[0]
-    label = values.label(x)
-    dim = dimension(node.args[1], x)
-    if label is not None and dim == label.dim:
-        pin(label.spans, "one of its channels is taken")
+@_labelled
+def selection(label: Label, node: Node) -> Label | None:
+    dim = dimension(node.args[1], node.args[0])
+    if dim == label.dim:
+        pin(label.spans, "indexed along channels")
         return None
-    return None if label is None else Label(label.dim - (dim < label.dim), label.spans)
+    return Label(label.dim - (dim < label.dim), label.spans)
 
 
 def splitting(values: Values, node: Node) -> list[Label | None]:
@@ -172,44 +179,36 @@ def splitting(values: Values, node: Node) -> list[Label | None]:
     return result
 
 
-def expansion(values: Values, node: Node) -> Label | None:
-    x = node.args[0]
-    label = values.label(x)
-    if label is None:
-        values.pin([x], "it is spread out")
-        return None
-    dim = label.dim + len(sizes(node)) - len(sizes(x))
+@_labelled
+def expansion(label: Label, node: Node) -> Label | None:
+    dim = label.dim + len(sizes(node)) - len(sizes(node.args[0]))
     return Label(dim, label.spans) if sizes(node)[dim] == width_of(label.spans) else None
 
 
-def unread(values: Values, node: Node) -> None:
-    """New numbers: the tensor that they are made like is asked for its dtype alone."""
+def creation(values: Values, node: Node) -> None:
+    """New tensors: the input only sets their dtype and device."""
 
 
-def rolling(values: Values, node: Node) -> Label | None:
-    label = values.label(node.args[0])
+@_labelled
+def rolling(label: Label, node: Node) -> Label | None:
     dims = [dimension(d, node) for d in argument(node, 2, "dims", ())]
-    if label is not None and (not dims or label.dim in dims):
-        pin(label.spans, "its channels are rolled")
+    if not dims or label.dim in dims:
+        pin(label.spans, "rolled along channels")
         return None
     return label
 
 
-def reshaping(values: Values, node: Node) -> Label | None:
-    """Channels may get another place among the dimensions, or be joined with the pixels after them."""
-    x = node.args[0]
-    label = values.label(x)
-    if label is None:
-        values.pin([x], "it is reshaped")
-        return None
-    before, after = sizes(x), sizes(node)
+@_labelled
+def reshaping(label: Label, node: Node) -> Label | None:
+    """Channels may change their dimension, or be flattened together with the pixels after them."""
+    before, after = sizes(node.args[0]), sizes(node)
     width, inner = before[label.dim], math.prod(before[label.dim + 1 :])
     for dim, size in enumerate(after):
-        starts_there = math.prod(after[:dim]) == math.prod(before[: label.dim])
-        if starts_there and size % width == 0 and inner % (size // width) == 0 and size:
+        starts_here = math.prod(after[:dim]) == math.prod(before[: label.dim])
+        if starts_here and size % width == 0 and inner % (size // width) == 0 and size:
             times = size // width
             return Label(dim, tuple(Span(axis, repeat * times) for axis, repeat in resolved(label.spans)))
-    pin(label.spans, "its channels are reshaped")
+    pin(label.spans, "channels are split or merged by a reshape")
     return None
 
 
@@ -229,7 +228,7 @@ RULES: dict[str, Rule] = {
     "permute": permutation,
     "transpose": transposition,
     "swapaxes": transposition,
-    **dict(_rules("new_empty new_full new_ones new_zeros", unread)),
+    **dict(_rules("new_empty new_full new_ones new_zeros", creation)),
     "slice": slicing,
     "select": selection,
     "roll": rolling,

@@ -19,20 +19,20 @@ def ampere(turing, monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
 
 
-def test_a_device_without_sparse_tensor_cores_has_a_reason(turing):
+def test_the_reason_names_a_gpu_without_sparse_tensor_cores(turing):
     assert driver.unavailable(torch.device("cpu")) == "sparse tensor cores need an NVIDIA GPU, got cpu"
     assert driver.unavailable(GPU) == "an older GPU has compute capability 7.5; sparse tensor cores need 8.0 or newer"
 
 
-def test_a_pytorch_for_other_gpus_has_a_reason(ampere, monkeypatch):
+def test_the_reason_names_a_pytorch_build_without_cuda(ampere, monkeypatch):
     assert driver.unavailable(GPU) is None
     monkeypatch.setattr(torch.version, "cuda", None)
     assert "built without CUDA" in driver.unavailable(GPU)
 
 
-def test_another_type_or_no_compiler_is_a_reason(ampere, monkeypatch):
+def test_an_unsupported_dtype_or_a_missing_compiler_is_a_reason(ampere, monkeypatch):
     monkeypatch.setattr(jit, "unavailable", lambda: "no NVRTC was found")
-    assert "not torch.float32: pass dtype=torch.float16" in no_sparse_kernels(GPU, torch.float32)
+    assert "got torch.float32: pass dtype=torch.float16" in no_sparse_kernels(GPU, torch.float32)
     assert no_sparse_kernels(GPU, torch.float16) == "no NVRTC was found"
     monkeypatch.setattr(jit, "unavailable", lambda: None)
     assert no_sparse_kernels(GPU, torch.bfloat16) is None

@@ -9,7 +9,7 @@ from halve.errors import EngineError
 pytestmark = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
 ARCHITECTURES = ("sm_80", "sm_90a", "sm_120")
 
-# One 16x8x32 sparse product: the instruction that the engine's first kernel is built on
+# One 16x8x32 sparse product, the instruction that mma_sp is built on
 SPARSE = r"""
 extern "C" __global__ void product(const unsigned* a, const unsigned* b, const unsigned* e, float* d) {
     float c[4] = {0, 0, 0, 0};
@@ -39,14 +39,14 @@ def test_sparse_products_compile_for_every_architecture(architecture):
     assert b"product" in code
 
 
-def test_what_was_compiled_is_kept_and_used_again(folder, monkeypatch):
+def test_compiled_kernels_are_cached(folder, monkeypatch):
     first = jit.cubin(NOTHING, "sm_80")
-    monkeypatch.setattr(jit, "_compiled", None)  # nobody compiles
+    monkeypatch.setattr(jit, "_compiled", None)  # compiling would fail
     assert jit.cubin(NOTHING, "sm_80") == first
     assert [path.suffix for path in folder.iterdir()] == [".cubin"]
 
 
-def test_source_architecture_and_options_have_files_of_their_own(folder):
+def test_source_architecture_and_options_are_part_of_the_cache_key(folder):
     jit.cubin(NOTHING, "sm_80")
     jit.cubin(NOTHING, "sm_90a")
     jit.cubin(NOTHING + " ", "sm_80")
@@ -57,7 +57,7 @@ def test_source_architecture_and_options_have_files_of_their_own(folder):
 @pytest.mark.parametrize(
     "damage", [lambda x: b"", lambda x: b"\x00" * 100, lambda x: x[: len(x) // 2], lambda x: x[:-1] + b"\x01"]
 )
-def test_a_damaged_file_is_compiled_anew(folder, damage):
+def test_a_damaged_file_is_compiled_again(folder, damage):
     code = jit.cubin(NOTHING, "sm_80")
     (path,) = folder.iterdir()
     whole = path.read_bytes()
@@ -66,7 +66,7 @@ def test_a_damaged_file_is_compiled_anew(folder, damage):
     assert path.read_bytes() == whole
 
 
-def test_without_a_home_kernels_are_kept_in_the_temporary_folder(monkeypatch, tmp_path):
+def test_without_a_home_directory_kernels_are_cached_in_the_temporary_directory(monkeypatch, tmp_path):
     def homeless():
         raise RuntimeError("Could not determine home directory.")
 
@@ -74,23 +74,23 @@ def test_without_a_home_kernels_are_kept_in_the_temporary_folder(monkeypatch, tm
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(jit.Path, "home", homeless)
     monkeypatch.setattr(jit.tempfile, "gettempdir", lambda: str(tmp_path))
-    assert tmp_path in jit.folder().parents
+    assert tmp_path in jit.cache_dir().parents
 
 
-def test_a_folder_that_cannot_be_written_costs_nothing_but_time(tmp_path, monkeypatch):
+def test_an_unwritable_cache_is_not_an_error(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("no folder")
     monkeypatch.setenv("HALVE_CACHE", str(tmp_path / "file" / "kernels"))
     assert jit.cubin(NOTHING, "sm_80").startswith(b"\x7fELF")
 
 
-def test_the_compilers_words_are_in_the_error():
+def test_the_error_contains_the_compiler_log():
     with pytest.raises(EngineError, match=r"does not compile for sm_80: .*identifier \"nonsense\" is undefined"):
         jit.cubin('extern "C" __global__ void f() { nonsense(); }', "sm_80")
     with pytest.raises(EngineError, match="does not compile for sm_1"):
         jit.cubin(NOTHING, "sm_1")
 
 
-def test_several_processes_may_compile_the_same_at_once(folder):
+def test_several_processes_may_compile_the_same_kernel_at_once(folder):
     code = f"from halve.engine.kernels.cuda import jit; print(len(jit.cubin({NOTHING!r}, 'sm_80')))"
     runs = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
     sizes = {run.communicate()[0].strip() for run in runs}
@@ -98,12 +98,12 @@ def test_several_processes_may_compile_the_same_at_once(folder):
     assert len(list(folder.iterdir())) == 1
 
 
-def test_without_a_compiler_there_is_a_reason(monkeypatch):
+def test_without_a_compiler_the_reason_is_given(monkeypatch):
     jit._library.cache_clear()
     monkeypatch.setattr(jit.ctypes, "CDLL", lambda name: (_ for _ in ()).throw(OSError(name)))
     try:
-        assert "no NVRTC" in jit.unavailable()
-        with pytest.raises(EngineError, match="no NVRTC"):
+        assert "cannot find NVRTC" in jit.unavailable()
+        with pytest.raises(EngineError, match="cannot find NVRTC"):
             jit.cubin(NOTHING, "sm_80")
     finally:
         monkeypatch.undo()

@@ -12,7 +12,7 @@ def variants(operation, device=GPU):
     return list(Dense().variants(Piece(operation, torch.float16), device))
 
 
-def test_libraries_are_asked_for_what_they_have():
+def test_variants_are_those_that_the_libraries_support():
     assert variants(Convolution(8, 4, (3, 3), activation="relu")) == ["torch", "cudnn"]
     assert variants(Convolution(8, 4, activation="relu")) == ["torch", "cudnn", "gemm"]
     assert variants(Convolution(8, 4, groups=2)) == ["torch"]

@@ -1,4 +1,4 @@
-"""The library kernels against float64, and what torch.library says of the operator, on a GPU."""
+"""Library kernels compared with float64, and opcheck of the operator, on a GPU."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def test_linear_layers_agree_with_float64(activation, dtype):
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_torch_finds_nothing_wrong_with_the_operator():
+def test_opcheck_passes():
     conv, linear = Convolution(40, 24, activation="relu"), Linear(40, 24, "relu")
     pool = MaxPool((3, 3), (2, 2), (1, 1), (1, 1), False)
     w, b, r = random(40, 24, 1, 1, seed=1), random(40, seed=2), random(2, 40, 7, 5, seed=3)

@@ -22,7 +22,7 @@ def variants(family, operation, dtype=torch.float16, is_2_4=True):
     return tuple(family().variants(Piece(operation, dtype, is_2_4), GPU))
 
 
-def test_which_layers_it_runs():
+def test_supported_layers():
     assert variants(MmaSparse, CONV) == variants(MmaDense, CONV) == tuple(TILES)
     assert variants(MmaSparse, Linear(8, 4)) == tuple(TILES)
     assert variants(MmaSparse, CONV, is_2_4=False) == ()
@@ -34,7 +34,7 @@ def test_which_layers_it_runs():
         assert variants(family, MaxPool((2, 2), (2, 2), (0, 0), (1, 1), False)) == ()
 
 
-def test_only_the_first_multiplies_sparse():
+def test_only_mma_sp_is_sparse():
     assert MmaSparse.sparse
     assert not MmaDense.sparse
     assert not MmaSparse.library
@@ -44,7 +44,7 @@ def test_only_the_first_multiplies_sparse():
     assert "metadata" not in dense
 
 
-def test_images_come_back_channels_last():
+def test_results_are_channels_last():
     tensors = {"weight": halved(16, 64, 3, 3), "bias": random(16)}
     for family in (MmaSparse(), MmaDense()):
         got = family.run([random(2, 64, 5, 6)], family.pack(CONV, tensors), CONV, "64x64")
@@ -59,24 +59,24 @@ def refused(match, x=None, residual=None, conv=CONV, **changed):
         MmaSparse().run([x] if residual is None else [x, residual], packed, conv, "64x64")
 
 
-def test_what_a_kernel_would_misread_is_refused():
-    refused("N, C, H, W", x=random(64, 4, 4))
-    refused("images with 64 channels", x=random(1, 32, 4, 4))
+def test_arguments_that_a_kernel_would_misread_raise():
+    refused(r"shape \(N, 64, H, W\), got \(64, 4, 4\)", x=random(64, 4, 4))
+    refused(r"shape \(N, 64, H, W\), got \(1, 32, 4, 4\)", x=random(1, 32, 4, 4))
     refused("convert the input", x=random(1, 64, 4, 4).double())
-    refused("residual has shape", residual=random(1, 16, 4, 5))
-    refused("16 contiguous float32 values", bias=lambda b: b.double())
-    refused("16 contiguous float32 values", bias=lambda b: b[:8])
+    refused("residual must have the shape of the result", residual=random(1, 16, 4, 5))
+    refused("contiguous float32 tensor of 16 values", bias=lambda b: b.double())
+    refused("contiguous float32 tensor of 16 values", bias=lambda b: b[:8])
     refused("int32", metadata=lambda m: m.long())
 
 
-def test_what_a_kernel_would_read_past_is_refused():
+def test_arguments_that_a_kernel_would_read_out_of_bounds_raise():
     refused(r"values .* with shape \(1, 18, 32, 8\)", values=lambda v: v[:, :2])
     refused("must be contiguous", values=lambda v: v.to(memory_format=torch.channels_last))
     refused(r"metadata .* with shape", metadata=lambda m: m[:, :2])
-    refused("16 contiguous", bias=lambda b: torch.zeros(32)[::2])
+    refused("contiguous float32 tensor of 16", bias=lambda b: torch.zeros(32)[::2])
 
 
-def test_an_empty_batch_of_rows_has_a_result():
+def test_an_empty_batch_of_rows_returns_an_empty_result():
     linear = Linear(16, 64)
     packed = MmaSparse().pack(linear, {"weight": halved(16, 64)})
     assert MmaSparse().run([torch.zeros(0, 64)], packed, linear, "64x64").shape == (0, 16)

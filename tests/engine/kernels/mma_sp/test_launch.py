@@ -12,16 +12,16 @@ pytestmark = pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.un
 
 
 @pytest.mark.parametrize("architecture", ["sm_80", "sm_90a", "sm_120"])
-def test_every_tile_compiles_in_every_type_and_every_activation_in_many_of_them(architecture, tmp_path, monkeypatch):
+def test_every_tile_compiles_in_every_dtype_with_alternating_activations(architecture, tmp_path, monkeypatch):
     monkeypatch.setenv("HALVE_CACHE", str(tmp_path))
     kinds = itertools.product((False, True), DTYPES, (64, 12), TILES)
-    activations = itertools.cycle(ACTIVATIONS)  # each of them with many of the others
+    activations = itertools.cycle(ACTIVATIONS)
     variants = [Variant(sparse, dtype, channels, next(activations), tile) for sparse, dtype, channels, tile in kinds]
     for variant in variants:
         assert b"conv" in machine_code(variant, architecture)
 
 
-def test_tiles_fit_into_the_shared_memory_of_small_gpus():
+def test_tiles_fit_in_the_shared_memory_of_small_gpus():
     assert max(tile.shared_bytes for tile in TILES.values()) <= 99 * 1024
 
 
@@ -34,6 +34,6 @@ def test_tiles_fit_into_the_shared_memory_of_small_gpus():
         Variant(True, torch.float16, 8, "tanh", "64x64"),
     ],
 )
-def test_what_the_kernel_cannot_do_is_refused(variant):
-    with pytest.raises(EngineError, match=r"got torch.float32|not divisible by 4|no tile|unknown activation"):
+def test_unsupported_variants_raise(variant):
+    with pytest.raises(EngineError, match=r"got torch.float32|divisible by 4|unknown tile|unknown activation"):
         variant.options()

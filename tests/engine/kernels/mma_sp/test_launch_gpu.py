@@ -29,7 +29,7 @@ NETWORKS = ("resnet18", "resnet34", "resnet50", "convnext_tiny", "convnext_small
 
 
 def two_of_four(rows, channels, kernel, generator):
-    """A random weight, 2:4 along channels, and what it keeps."""
+    """A random weight, 2:4 along channels, and its mask."""
     shape = (rows, *kernel, -(-channels // 4), 4)
     weight = torch.randn(shape, generator=generator, device="cuda")
     order = torch.rand(shape, generator=generator, device="cuda").argsort(-1)
@@ -46,11 +46,11 @@ def problem(geometry, images, height, width, dtype, *, bias, residual, seed=0):
     b = torch.randn(geometry.rows, generator=generator, device="cuda") if bias else None
     r = torch.randn(out, generator=generator, device="cuda").to(dtype) if residual else None
     x, r = (t if t is None else t.contiguous(memory_format=torch.channels_last) for t in (x, r))
-    return x, weight, b, r  # as the kernel takes them: a copy would lie where the result shall be poisoned
+    return x, weight, b, r  # in the kernel's layout: a copy would take the memory that was filled with NaN
 
 
 def poison(x, geometry):
-    """Let the next result lie where there are NaNs now."""
+    """Fill freed memory with NaN, which the next result will reuse."""
     out = (x.shape[0], geometry.rows, *geometry.out_size(*x.shape[-2:]))
     torch.full(out, float("nan"), dtype=x.dtype, device="cuda")
 
@@ -130,7 +130,7 @@ def test_odd_shapes(activation):
         if min(geometry.out_size(height, width)) < 1:
             continue
         for tile, dtype in itertools.product(TILES, TOLERANCE):
-            sparse, tried = (number + tried) % 3 > 0, tried + 1  # by turns, each tile in each type
+            sparse, tried = (number + tried) % 3 > 0, tried + 1  # alternate, so that each tile runs in each dtype
             flags = {"bias": number % 2 == 0, "residual": number % 3 == 0}
             data = problem(geometry, images, height, width, dtype, **flags, seed=number)
             worst = difference(run(*data, geometry, tile, sparse=sparse), *data, geometry)
@@ -141,7 +141,7 @@ def test_odd_shapes(activation):
 
 
 @pytest.mark.parametrize("tile", TILES)
-def test_repeated_runs_are_equal_to_the_bit(tile):
+def test_repeated_runs_are_bit_identical(tile):
     geometry = Convolution(256, 256, (3, 3), padding=(1, 1), activation="relu")
     x, weight, b, r = problem(geometry, 4, 14, 14, torch.float16, bias=True, residual=True)
     first = run(x, weight, b, r, geometry, tile, sparse=True)
@@ -149,7 +149,7 @@ def test_repeated_runs_are_equal_to_the_bit(tile):
         assert torch.equal(run(x, weight, b, r, geometry, tile, sparse=True), first)
 
 
-def test_other_layouts_of_the_input_give_the_same():
+def test_inputs_in_other_layouts_give_the_same_result():
     geometry = Convolution(32, 16, (3, 3), padding=(1, 1))
     x, weight, b, r = problem(geometry, 2, 9, 9, torch.float16, bias=True, residual=True)
     first = run(x, weight, b, r, geometry, "64x64", sparse=True)
@@ -158,7 +158,7 @@ def test_other_layouts_of_the_input_give_the_same():
     assert torch.equal(run(wide, weight, b, r, geometry, "64x64", sparse=True), first)
 
 
-def test_not_a_number_spreads_to_all_that_it_meets_and_relu_keeps_it():
+def test_nan_propagates_through_the_convolution_and_relu():
     geometry = Convolution(32, 16, (3, 3), padding=(1, 1), activation="relu")
     x, weight, b, r = problem(geometry, 1, 9, 9, torch.float16, bias=True, residual=True)
     x[0, :, 4, 4] = float("nan")
@@ -166,28 +166,28 @@ def test_not_a_number_spreads_to_all_that_it_meets_and_relu_keeps_it():
     assert torch.equal(run(x, weight, b, r, geometry, "64x64", sparse=True).isnan(), expected)
 
 
-def test_wrong_arguments_are_refused():
+def test_wrong_arguments_raise():
     geometry = Convolution(32, 16, (1, 1))
     x, weight, b, _ = problem(geometry, 1, 4, 4, torch.float16, bias=True, residual=False)
     for bad in (x[:, :8], x[0][None, None], x.float(), x.cpu()):
-        with pytest.raises(EngineError, match=r"channels|convert|move|NHWC|4"):
+        with pytest.raises(EngineError, match=r"must have shape|convert|move"):
             run(bad, weight, b, None, geometry, "64x64", sparse=True)
     with pytest.raises(EngineError, match=r"float32"):
         run(x, weight, b.half(), None, geometry, "64x64", sparse=True)
-    with pytest.raises(EngineError, match=r"residual has shape"):
+    with pytest.raises(EngineError, match=r"residual must have the shape"):
         run(x, weight, b, x, geometry, "64x64", sparse=True)
-    with pytest.raises(EngineError, match=r"no tile"):
+    with pytest.raises(EngineError, match=r"unknown tile"):
         run(x, weight, b, None, geometry, "1x1", sparse=True)
 
 
-def test_no_images_give_no_images():
+def test_an_empty_batch_returns_an_empty_result():
     geometry = Convolution(32, 16, (3, 3))
     x, weight, b, r = problem(geometry, 0, 9, 9, torch.float16, bias=True, residual=True)
     assert run(x, weight, b, r, geometry, "64x64", sparse=True).shape == (0, 32, 7, 7)
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_torch_finds_nothing_wrong_with_the_operator_on_a_gpu():
+def test_opcheck_passes_on_a_gpu():
     geometry = Convolution(32, 16, (3, 3), padding=(1, 1), activation="relu")
     x, weight, b, r = problem(geometry, 2, 9, 9, torch.float16, bias=True, residual=True)
     packed = MmaSparse().pack(geometry, {"weight": weight, "bias": b})
@@ -209,7 +209,7 @@ def test_the_kernel_runs_on_the_current_stream_and_in_a_graph():
     assert torch.equal(y, expected)
 
 
-def test_a_thread_may_begin_with_it():
+def test_a_new_thread_may_launch_it_first():
     geometry, results = Convolution(64, 64), []
     data = problem(geometry, 1, 8, 8, torch.float16, bias=True, residual=False)
     packed = pack(data[1], data[1] != 0)
@@ -218,13 +218,13 @@ def test_a_thread_may_begin_with_it():
         results.append(conv.run(data[0], packed.values, packed.metadata, data[2], None, geometry, "64x64"))
 
     work()
-    thread = threading.Thread(target=work)  # in which nothing of PyTorch's asked for a context
+    thread = threading.Thread(target=work)  # where PyTorch has not initialized a context
     thread.start()
     thread.join()
     assert torch.equal(*results)
 
 
-def test_a_slice_that_begins_between_sixteen_bytes_is_read_all_the_same():
+def test_a_slice_that_is_not_aligned_to_sixteen_bytes_is_supported():
     _, weight, b, _ = problem(Convolution(32, 16), 1, 1, 1, torch.float16, bias=True, residual=False)
     x = torch.randn(1, 28, device="cuda").half()[:, 12:]
     assert x.data_ptr() % 16 == 8

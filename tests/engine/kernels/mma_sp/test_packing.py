@@ -24,7 +24,7 @@ def masked(rows, channels, kernel, seed, rule="2:4", dtype=torch.float16):
 
 
 @given(shapes, st.integers(0, 99), rules, dtypes)
-def test_packing_loses_nothing(shape, seed, rule, dtype):
+def test_packing_is_lossless(shape, seed, rule, dtype):
     weight, kept = masked(*shape, seed, rule, dtype)
     packed = pack(weight, kept)
     assert same_bits(unpack(packed), weight)
@@ -33,7 +33,7 @@ def test_packing_loses_nothing(shape, seed, rule, dtype):
     assert packed.metadata.shape == (packed.values.shape[0], packed.values.shape[1] // 2, 32)
 
 
-def test_every_value_and_word_lies_where_the_instruction_reads_it():
+def test_values_and_metadata_are_where_the_instruction_reads_them():
     weight, kept = masked(20, 72, (3, 2), seed=5)
     packed = pack(weight, kept)
     for row, position, block in ((0, 0, 0), (7, 1, 3), (8, 5, 17), (15, 2, 9), (19, 3, 16)):
@@ -45,7 +45,7 @@ def test_every_value_and_word_lies_where_the_instruction_reads_it():
         half, g = divmod(within, 8)
         step, rest = divmod(k, 32)
         for which, place in enumerate(places):
-            compressed = rest // 2 + which  # of the 16 kept columns of this step
+            compressed = rest // 2 + which  # index among the 16 kept columns of this step
             side, inner = divmod(compressed, 8)
             lane, value = 4 * g + inner // 2, 4 * side + 2 * half + inner % 2
             assert packed.values[tile, step, lane, value] == weight.flatten(2)[row, 4 * block + place, position]
@@ -62,27 +62,27 @@ def test_an_updated_weight_under_the_same_mask_has_the_same_metadata():
     assert same_bits(unpack(pack(other, kept)), other)
 
 
-def test_kept_weights_that_are_zero_stay_where_they_are():
+def test_kept_weights_that_are_zero_keep_their_position():
     kept = torch.tensor([[True, False, False, True]])
     packed = pack(torch.zeros(1, 4, dtype=torch.float16), kept)
     assert int(packed.metadata[0, 0, 0]) & 15 == 0 | 3 << 2
 
 
-def test_places_of_a_block_always_ascend():
+def test_indices_of_a_block_always_ascend():
     weight, kept = masked(16, 64, (), seed=3, rule="1:4")
     words = pack(weight, kept).metadata.long() & 0xFFFFFFFF
     nibbles = torch.stack([words >> shift & 15 for shift in range(0, 32, 4)])
     assert bool(((nibbles & 3) < (nibbles >> 2)).all())
 
 
-def test_what_is_not_two_of_four_is_refused():
-    with pytest.raises(MaskError, match="more than two"):
+def test_weights_that_are_not_2_4_raise():
+    with pytest.raises(MaskError, match="must be 2:4"):
         pack(torch.ones(1, 4), torch.tensor([[True, True, True, False]]))
-    with pytest.raises(MaskError, match="cannot be packed"):
+    with pytest.raises(MaskError, match="must have the same shape"):
         pack(torch.ones(1, 4), torch.ones(1, 8, dtype=torch.bool))
 
 
-def test_dense_values_lie_where_the_dense_instruction_reads_them():
+def test_dense_values_are_where_the_dense_instruction_reads_them():
     weight = random(20, 72, 3, 2).half()
     packed = pack_dense(weight)
     assert packed.shape == (2, 6 * 128 // 16, 32, 8)

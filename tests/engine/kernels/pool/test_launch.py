@@ -16,7 +16,7 @@ def test_it_compiles(architecture, dtype, tmp_path, monkeypatch):
         assert pool.machine_code(dtype, kernel, architecture).startswith(b"\x7fELF")
 
 
-def test_images_that_are_not_on_a_gpu_are_left_to_pytorch():
+def test_images_on_a_cpu_fall_back_to_pytorch():
     x = torch.zeros(1, 8, 4, 4, dtype=torch.float16).contiguous(memory_format=torch.channels_last)
     assert not pool.fits(x, [3, 3])
 

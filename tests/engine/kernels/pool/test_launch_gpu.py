@@ -1,4 +1,4 @@
-"""The pooling kernel against PyTorch's, on a GPU."""
+"""The pooling kernel compared with PyTorch's, on a GPU."""
 
 import itertools
 
@@ -40,19 +40,19 @@ def images(dtype, count=2, channels=16, height=13, width=9, seed=0):
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("window", WINDOWS)
-def test_it_gives_what_pytorch_gives(dtype, window):
+def test_it_matches_pytorch(dtype, window):
     for count, channels, (height, width) in itertools.product((1, 3), (8, 64, 520), ((5, 5), (13, 9), (33, 112))):
         x = images(dtype, count, channels, height, width)
         assert pool.fits(x, window.kernel)
         expected = window.reference([x], {})
-        torch.full_like(expected, float("nan"))  # the next result lies where there are NaNs now
+        torch.full_like(expected, float("nan"))  # the next result reuses this memory
         got = run(x, window)
         assert torch.equal(got, expected)
         assert got.stride() == expected.stride()
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-def test_nan_wins_and_infinities_count(dtype):
+def test_nan_propagates_and_infinities_are_compared(dtype):
     x = images(dtype)
     x[0, 3, 4, 4], x[1, :, 2, 2], x[1, 5] = float("nan"), float("inf"), -float("inf")
     got, expected = run(x, WINDOWS[0]), WINDOWS[0].reference([x], {})
@@ -70,13 +70,13 @@ def test_nan_wins_and_infinities_count(dtype):
         pytest.param(lambda: images(torch.float16)[:, :, ::2], id="every other row"),
     ],
 )
-def test_what_the_kernel_does_not_take_is_left_to_pytorch(x):
+def test_unsupported_inputs_fall_back_to_pytorch(x):
     x = x()
     assert not pool.fits(x, [3, 3])
     assert torch.equal(run(x, WINDOWS[0]), WINDOWS[0].reference([x], {}))
 
 
-def test_a_kernel_that_does_not_compile_is_left_to_pytorch(monkeypatch):
+def test_a_kernel_that_does_not_compile_falls_back_to_pytorch(monkeypatch):
     pool._kernel.cache_clear()
     monkeypatch.setattr(driver, "architecture", lambda device: "sm_1")
     x = images(torch.float16)
@@ -84,6 +84,6 @@ def test_a_kernel_that_does_not_compile_is_left_to_pytorch(monkeypatch):
     pool._kernel.cache_clear()
 
 
-def test_a_window_that_does_not_fit_is_refused_as_pytorch_refuses_it():
+def test_a_window_that_does_not_fit_raises_as_in_pytorch():
     with pytest.raises(RuntimeError, match="too small"):
         run(images(torch.float16), MaxPool((20, 20), (1, 1), (0, 0), (1, 1), False))

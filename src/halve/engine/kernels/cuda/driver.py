@@ -1,6 +1,6 @@
-"""Machine code -> a kernel that can be started, through the CUDA driver itself: nothing but ctypes is needed.
+"""Load and launch compiled kernels through the CUDA driver API, with ctypes only.
 
-PyTorch owns the context, the memory and the streams; a kernel is started on the stream that is current in PyTorch.
+PyTorch owns the context, the memory and the streams. Kernels launch on PyTorch's current stream.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ from torch import Tensor
 from halve.errors import EngineError
 
 _MAX_DYNAMIC_SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
-LEAST_CAPABILITY = (8, 0)  # sparse tensor cores came with it
+MIN_CAPABILITY = (8, 0)  # the first with sparse tensor cores
 
 
 def unavailable(device: torch.device) -> str | None:
@@ -22,9 +22,9 @@ def unavailable(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"sparse tensor cores need an NVIDIA GPU, got {device.type}"
     if torch.version.cuda is None:
-        return "this PyTorch is built without CUDA"
+        return "this PyTorch is built without CUDA: install a CUDA build"
     capability = torch.cuda.get_device_capability(device)
-    if capability < LEAST_CAPABILITY:
+    if capability < MIN_CAPABILITY:
         name = torch.cuda.get_device_name(device)
         return f"{name} has compute capability {capability[0]}.{capability[1]}; sparse tensor cores need 8.0 or newer"
     return None
@@ -32,21 +32,23 @@ def unavailable(device: torch.device) -> str | None:
 
 @functools.cache
 def architecture(device: int) -> str:
-    """What code is compiled for, such as "sm_90a"."""
+    """The architecture to compile for, such as "sm_90a"."""
     major, minor = torch.cuda.get_device_capability(device)
     return f"sm_{major}{minor}" + ("a" if (major, minor) == (9, 0) else "")
 
 
 class Kernel:
-    """One kernel on one device."""
+    """A kernel loaded on one device."""
 
     def __init__(self, code: bytes, name: str, device: int, shared_bytes: int) -> None:
         self.device, self.shared_bytes = device, shared_bytes
         limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
         if shared_bytes > limit:
-            raise EngineError(f"{name} needs {shared_bytes} bytes of shared memory, the device has {limit}")
+            raise EngineError(
+                f"kernel {name} needs {shared_bytes} bytes of shared memory per block, the device has {limit}"
+            )
         with torch.cuda.device(device):
-            torch.cuda.current_stream()  # makes sure that PyTorch's context is there
+            torch.cuda.current_stream()  # initializes PyTorch's context
             _enter_context(device)
             self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
             _call("cuModuleLoadData", ctypes.byref(self._module), code)
@@ -56,7 +58,7 @@ class Kernel:
     def launch(
         self, grid: tuple[int, int], threads: int, arguments: Sequence[Tensor | ctypes.Structure | None]
     ) -> None:
-        """Tensors are passed as pointers, None as the null pointer."""
+        """Launch the kernel on the current stream. Tensors are passed as pointers, None as a null pointer."""
         held = [a if isinstance(a, ctypes.Structure) else ctypes.c_void_p(_address(a)) for a in arguments]
         pointers = (ctypes.c_void_p * len(held))(*(ctypes.addressof(a) for a in held))
         with torch.cuda.device(self.device):
@@ -68,7 +70,7 @@ class Kernel:
 
 
 def _enter_context(device: int) -> None:
-    """A thread has no context until something of PyTorch's asked for it; then PyTorch's becomes its own."""
+    """Make PyTorch's context current. New threads have none until PyTorch first uses CUDA in them."""
     context, handle = ctypes.c_void_p(), ctypes.c_int()
     _call("cuCtxGetCurrent", ctypes.byref(context))
     if not context.value:
@@ -95,4 +97,4 @@ def _library() -> ctypes.CDLL:
     try:
         return ctypes.CDLL(name)
     except OSError as error:
-        raise EngineError(f"the NVIDIA driver ({name}) cannot be loaded: {error}") from error
+        raise EngineError(f"cannot load the NVIDIA driver ({name}): {error}") from error

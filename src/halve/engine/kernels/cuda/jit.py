@@ -1,10 +1,11 @@
-"""CUDA source -> machine code for one architecture, with the NVRTC that comes with PyTorch; kept on disk by content.
+"""Compile CUDA source with the NVRTC that ships with PyTorch, and cache the result on disk.
 
-The result is a cubin, never PTX: an older driver would refuse PTX of a newer compiler. Files are named by a hash of all
-that decides them and written whole or not at all, so any number of processes may share the folder. A file begins with
-a digest of the rest: one that is torn or damaged is compiled again.
+Kernels are compiled to cubins, since older drivers reject the PTX of newer compilers. The cache key is a hash of the
+source, flags and compiler version. Files are written atomically, so processes may share the cache. Each file starts
+with a digest of its contents; damaged files are compiled again.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -25,29 +26,27 @@ _OPTIONS = ("--std=c++17", "-lineinfo")
 
 
 def cubin(source: str, architecture: str, options: Sequence[str] = ()) -> bytes:
-    """Machine code for `architecture`, such as "sm_90a": from the disk if it was compiled before.
+    """Compile source for an architecture such as "sm_90a", or load it from the cache.
 
-    Raises `EngineError` with the compiler's words where the source does not compile, or where there is no compiler.
+    Raises `EngineError` with the compiler log if the source does not compile, or if there is no compiler.
     """
     flags = (f"--gpu-architecture={architecture}", *_OPTIONS, *options)
-    path = folder() / f"{_key(source, flags)}.cubin"
+    path = cache_dir() / f"{_key(source, flags)}.cubin"
     try:
-        found = path.read_bytes()
-        if hashlib.sha256(found[_DIGEST:]).digest() == found[:_DIGEST]:
-            return found[_DIGEST:]
-    except OSError:  # not there yet, or not readable: compile
-        found = b""
+        cached = path.read_bytes()
+        if hashlib.sha256(cached[_DIGEST:]).digest() == cached[:_DIGEST]:
+            return cached[_DIGEST:]
+    except OSError:  # missing or unreadable
+        pass
     code = _compiled(source, flags)
-    try:
+    with contextlib.suppress(OSError, FileError):  # full or read-only: not cached
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, hashlib.sha256(code).digest() + code)
-    except (OSError, FileError):  # a disk that is full or read-only costs time, not the result
-        return code
     return code
 
 
 def version() -> tuple[int, int]:
-    """Of NVRTC."""
+    """The version of NVRTC, as (major, minor)."""
     major, minor = ctypes.c_int(), ctypes.c_int()
     _check(_library().nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)), "nvrtcVersion")
     return major.value, minor.value
@@ -63,7 +62,7 @@ def unavailable() -> str | None:
 
 
 def digest(*parts: str) -> str:
-    """A short digest of texts, for versions and keys."""
+    """A short digest of strings, for versions and cache keys."""
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:12]
 
 
@@ -72,13 +71,13 @@ def _key(source: str, flags: Sequence[str]) -> str:
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:32]
 
 
-def folder() -> Path:
-    """Where compiled kernels and timings are kept: $HALVE_CACHE, or halve/kernels in the user's cache."""
+def cache_dir() -> Path:
+    """The directory for compiled kernels and timings: $HALVE_CACHE, or halve/kernels in the user's cache."""
     if chosen := os.environ.get("HALVE_CACHE"):
         return Path(chosen)
     try:
         base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    except RuntimeError:  # nobody's home, as in some containers
+    except RuntimeError:  # no home directory, as in some containers
         base = Path(tempfile.gettempdir()) / f"cache-{getattr(os, 'getuid', int)()}"
     return base / "halve" / "kernels"
 
@@ -93,7 +92,7 @@ def _compiled(source: str, flags: Sequence[str]) -> bytes:
         result = library.nvrtcCompileProgram(program, len(flags), given)
         if result:
             log = _text(program, "nvrtcGetProgramLogSize", "nvrtcGetProgramLog").decode(errors="replace").strip("\0\n ")
-            raise EngineError(f"a kernel does not compile for {flags[0].partition('=')[2]}: {log or _name(result)}")
+            raise EngineError(f"kernel does not compile for {flags[0].partition('=')[2]}: {log or _name(result)}")
         return _text(program, "nvrtcGetCUBINSize", "nvrtcGetCUBIN")
     finally:
         library.nvrtcDestroyProgram(ctypes.byref(program))
@@ -121,7 +120,7 @@ def _name(result: int) -> str:
 
 @functools.cache
 def _library() -> ctypes.CDLL:
-    """PyTorch's own NVRTC: the one in memory, beside PyTorch, or wherever the system has it."""
+    """Load NVRTC: by name, or from the folders of PyTorch and of the nvidia packages."""
     major = (torch.version.cuda or "13").partition(".")[0]
     names = [f"libnvrtc.so.{major}", "libnvrtc.so"] if sys.platform != "win32" else [f"nvrtc64_{major}0_0.dll"]
     roots = [Path(torch.__file__).parent / "lib", *(Path(folder) / "nvidia" for folder in _packages())]
@@ -129,11 +128,10 @@ def _library() -> ctypes.CDLL:
     for candidate in (*names, *files):
         try:
             return ctypes.CDLL(candidate)
-        except OSError:  # not there, or not for this machine: try the next
+        except OSError:  # missing, or built for another platform
             continue
     raise EngineError(
-        f"no NVRTC ({names[0]}) was found: kernels cannot be compiled, and the dense network runs instead; "
-        f"a PyTorch build for CUDA brings it along"
+        f"cannot find NVRTC ({names[0]}), which compiles kernels: install a CUDA build of PyTorch, which includes it"
     )
 
 

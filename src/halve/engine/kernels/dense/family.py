@@ -1,7 +1,7 @@
-"""Layers on PyTorch's own kernels and vendor libraries: the fallback that runs everywhere, and the baseline.
+"""Dense kernels of PyTorch, cuDNN and cuBLAS: the fallback on every device, and the baseline.
 
-Variants: `torch` is operation by operation; `cudnn` is cuDNN's fused convolution, bias, residual and ReLU; `gemm` is a
-matrix product with bias and activation inside where cuBLAS can.
+Variants: `torch` is unfused PyTorch; `cudnn` is cuDNN's fused convolution, bias, residual and ReLU; `gemm` is a matrix
+product, with bias and ReLU fused if cuBLAS supports it.
 """
 
 from collections.abc import Sequence
@@ -17,11 +17,11 @@ _NHWC = torch.channels_last
 
 
 class Dense(KernelFamily):
-    """Keeps the weight in PyTorch's shape, channels last, and the bias in the weight's dtype beside the exact one."""
+    """Keeps weights unpacked, channels last, and biases both exact and in the weight's dtype."""
 
     name = "dense"
     library = True
-    version = "1"  # the libraries' own versions are part of the timing cache's name
+    version = "1"  # versions of the libraries are part of the timing cache's file name
 
     def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
         return None
@@ -65,11 +65,11 @@ class Dense(KernelFamily):
         return operation.reference(inputs, _read(packed))
 
     def fake(self, inputs: Sequence[Tensor], packed: Tensors, operation: Operation) -> Tensor:
-        return operation.reference(inputs, _read(packed))  # plain PyTorch runs on fake tensors as well
+        return operation.reference(inputs, _read(packed))  # plain PyTorch also runs on fake tensors
 
 
 def _read(packed: Tensors) -> dict[str, Tensor]:
-    """The tensors with the bias in the weight's dtype, rounded once."""
+    """The tensors, with the bias in the weight's dtype."""
     return {**packed, "bias": packed["rounded_bias"]} if "rounded_bias" in packed else dict(packed)
 
 

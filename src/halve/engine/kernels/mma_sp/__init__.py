@@ -1,1 +1,1 @@
-"""2:4 convolutions with `mma.sp`."""
+"""2:4 convolutions and Linear layers with `mma.sp`."""

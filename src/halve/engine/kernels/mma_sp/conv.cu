@@ -2,16 +2,16 @@
 //
 //   D[out channel, pixel] = sum over taps and channels of W[out channel, tap, channel] * X[pixel shifted by tap, channel]
 //
-// W comes packed in the instruction's order (see packing.py), 2:4 sparse or dense, and is read straight into registers.
-// X is NHWC. A tile of TILE_N pixels by 64 channels of one tap is copied to shared memory at a time, three in flight;
-// rows of 128 bytes, their 16-byte pieces swizzled by the row, so that ldmatrix meets no bank twice. Pixels outside of the
-// image and channels past the last are filled with zeros by the copy itself.
+// W is packed in the register layout of the instruction (see packing.py), 2:4 or dense, and loaded directly into registers.
+// X is NHWC. Tiles of TILE_N pixels by 64 channels of one tap are copied to shared memory asynchronously, in three stages.
+// A row has 128 bytes; its 16-byte pieces are swizzled by the row index, so that ldmatrix has no bank conflicts. The copy
+// fills pixels outside of the image and channels past the last with zeros.
 //
-// Defined at compile time: SPARSE (0, 1), BF16 (0, 1), PIECE (channels that one copy moves: 8, or 4 if the channels are
-// not divisible by 8), ACTIVATE (a function below), and the tile: a warp makes ROW_TILES x 16 output channels by
-// PIXEL_TILES x 8 pixels, and a block has WARPS_M x WARPS_N x WARPS_K warps. Warps with the same place along K are a
-// team: they take every WARPS_K-th step, copy for themselves and wait only for each other. Several teams share one
-// tile, for layers with few tiles.
+// Compile-time parameters: SPARSE (0, 1), BF16 (0, 1), PIECE (channels per copy: 8, or 4 if the channels are not divisible
+// by 8), ACTIVATE (one of the functions below), and the tile: a warp computes ROW_TILES x 16 output channels by
+// PIXEL_TILES x 8 pixels, and a block has WARPS_M x WARPS_N x WARPS_K warps. The warps with the same index along K form a
+// team, which takes every WARPS_K-th step, does its own copies and synchronizes only with itself (split-K within a block,
+// for layers with few tiles).
 
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -21,9 +21,9 @@ constexpr int WARP_M = ROW_TILES * 16, WARP_N = PIXEL_TILES * 8;
 constexpr int TILE_M = WARPS_M * WARP_M, TILE_N = WARPS_N * WARP_N, TILE_K = 64, STAGES = 3;
 constexpr int TEAM = 32 * WARPS_M * WARPS_N, THREADS = TEAM * WARPS_K;
 constexpr int STAGE_BYTES = TILE_N * TILE_K * 2;
-constexpr int COPIED_AT_ONCE = TEAM / 8;  // rows of 128 bytes, by one team
+constexpr int COPIED_AT_ONCE = TEAM / 8;  // rows of 128 bytes that a team copies at once
 constexpr int PIXELS_OF_THREAD = TILE_N / COPIED_AT_ONCE;
-constexpr int PARTS = SPARSE ? 1 : 2;  // pieces of eight values that a lane holds of 16 rows and 32 columns
+constexpr int PARTS = SPARSE ? 1 : 2;  // groups of eight values per lane, for 16 rows and 32 columns
 static_assert(TILE_N % COPIED_AT_ONCE == 0, "each thread copies the same number of pixels");
 
 struct Shape {
@@ -53,10 +53,10 @@ __device__ __forceinline__ u16 from_float(float f) {
     return v;
 }
 
-// ACTIVATE names one of these at compile time: all of them inlined for every output would not fit into the instruction
-// cache. They carry the names of halve.engine.operations.
+// ACTIVATE selects one of these at compile time: inlining all of them for every output would overflow the instruction
+// cache. Names match ACTIVATIONS in halve.engine.operations.
 __device__ __forceinline__ float activate_none(float v) { return v; }
-__device__ __forceinline__ float activate_relu(float v) { return v < 0.f ? 0.f : v; }  // keeps NaN, as PyTorch does
+__device__ __forceinline__ float activate_relu(float v) { return v < 0.f ? 0.f : v; }  // propagates NaN, like PyTorch
 __device__ __forceinline__ float activate_gelu(float v) { return 0.5f * v * (1.f + erff(v * 0.70710678f)); }
 __device__ __forceinline__ float activate_silu(float v) { return v / (1.f + __expf(-v)); }
 __device__ __forceinline__ float activate_hardswish(float v) {
@@ -108,14 +108,14 @@ __device__ __forceinline__ void multiply(float (&c)[4], const uint4& a, u32 b0, 
 }
 #endif
 
-// The writes of all threads of a team are seen by all of them.
+// Barrier for the threads of a team.
 __device__ __forceinline__ void wait_for_team(int team) {
     if constexpr (WARPS_K == 1) __syncthreads();
     else if constexpr (TEAM == 32) __syncwarp();
     else asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "n"(TEAM) : "memory");
 }
 
-// What a lane multiplies with in one step of 64 columns.
+// The weights of one lane for one step of 64 columns.
 struct Weights {
     uint4 values[2][ROW_TILES][PARTS];  // half of the step, row tile, part
     u32 meta[ROW_TILES];
@@ -152,7 +152,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv(const u16* __restrict
     const int channel_blocks = (s.channels + TILE_K - 1) / TILE_K;
     const int steps = s.kernel_h * s.kernel_w * channel_blocks;
 
-    // This thread copies piece `piece` of pixels `row`, `row + COPIED_AT_ONCE`, ...: where each starts.
+    // This thread copies piece `piece` of pixels `row`, `row + COPIED_AT_ONCE`, ... Compute the address of each.
     const int piece = thread % 8, row = thread % TEAM / 8;
     int top[PIXELS_OF_THREAD], left[PIXELS_OF_THREAD];
     const u16* start[PIXELS_OF_THREAD];
@@ -166,7 +166,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv(const u16* __restrict
         if (pixel >= pixels) top[i] = -(1 << 28);  // far outside: filled with zeros
     }
 
-    // The step that is copied next, counted along: kernel row and column, block of channels.
+    // The next step to copy: kernel row, kernel column and block of channels.
     int copied = team, at_block = team, at_dy = 0, at_dx = 0;
     auto settle = [&] {
         while (at_block >= channel_blocks) {
@@ -208,12 +208,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv(const u16* __restrict
     int stage = 0;
     for (int step = team; step < steps; step += WARPS_K) {
         asm volatile("cp.async.wait_group %0;" ::"n"(STAGES - 2) : "memory");
-        wait_for_team(team);  // the tile is there for all, and all are done with the one that is written over next
+        wait_for_team(team);  // this tile has arrived, and no thread still reads the one that is overwritten next
         copy(stage == 0 ? STAGES - 1 : stage - 1);
         load_weights(next, values, meta, tile, s.row_tiles, step + WARPS_K, steps, lane);
         const u32 from = base + (team * STAGES + stage) * STAGE_BYTES + (warp_n * WARP_N + lane % 8) * (TILE_K * 2);
         const u32 low = ((lane / 8) ^ (lane % 8)) * 16, high = ((4 + lane / 8) ^ (lane % 8)) * 16;
-        u32 b[2][2][4];  // 8 pixels by 32 channels each: read one ahead of their use
+        u32 b[2][2][4];  // 8 pixels by 32 channels each, prefetched by one
         load_matrices(b[0][0], from + low), load_matrices(b[0][1], from + high);
 #pragma unroll
         for (int n = 0; n < PIXEL_TILES; ++n) {
@@ -239,7 +239,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv(const u16* __restrict
         stage = stage + 1 == STAGES ? 0 : stage + 1;
     }
 
-    // Through shared memory, so that the channels of one pixel are written together, and teams are added up in a fixed order.
+    // Go through shared memory: channels of a pixel are written together, and teams are summed in a fixed order.
     asm volatile("cp.async.wait_group 0;" ::: "memory");
     __syncthreads();
     float* tile_out = reinterpret_cast<float*>(shared);  // [team][pixel][PITCH]
@@ -256,7 +256,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv(const u16* __restrict
                 tile_out[team * SLICE + pixel * PITCH + channel] = sums[m][n][i];
             }
 
-    // What is added comes from far away: ask for it before all warps are there. A thread always has the same eight channels.
+    // Prefetch bias and residual before the barrier. A thread has the same eight channels in every turn.
     constexpr int GROUPS = TILE_M / 8, TURNS = (TILE_N * GROUPS + THREADS - 1) / THREADS;
     static_assert(THREADS % GROUPS == 0, "a thread has the same channels in every turn");
     union Eight { uint4 vector; u16 each[8]; };

@@ -1,7 +1,7 @@
 """2:4 convolutions and Linear layers on sparse tensor cores (`mma.sp`, compute capability 8.0 and up).
 
-Two families share the source: `mma_sp` multiplies the kept weights, `mma` all of them. The second is the dense baseline
-of the same kernel: it tells what sparsity adds from what the kernel does, and wins where a layer is not 2:4.
+Two families share the source: `mma_sp` multiplies only the kept weights, `mma` all of them. `mma` is the dense baseline
+of the same kernel: it isolates the effect of sparsity, and can be the fastest kernel for layers that are not 2:4.
 """
 
 from abc import abstractmethod
@@ -32,7 +32,7 @@ class _Mma(KernelFamily):
         if (reason := driver.unavailable(device)) is not None:
             return reason
         if dtype not in launch.DTYPES:
-            return f"sparse tensor cores multiply float16 and bfloat16, not {dtype}: pass dtype=torch.float16"
+            return f"our sparse kernels need float16 or bfloat16, got {dtype}: pass dtype=torch.float16"
         return jit.unavailable()
 
     def variants(self, piece: Piece, device: torch.device) -> Sequence[str]:
@@ -60,7 +60,7 @@ class _Mma(KernelFamily):
         x, convolution = inputs[0], _convolution(operation)
         if isinstance(operation, Linear):
             if not x.numel():
-                return x.new_empty(operation.out_shape(x.shape))  # PyTorch has no images without pixels
+                return x.new_empty(operation.out_shape(x.shape))  # convolutions need at least one pixel
             images = [_as_image(tensor) for tensor in inputs]
             y = self._convolve(images, packed, convolution, variant)
             return y.permute(0, 2, 3, 1).reshape(operation.out_shape(x.shape))
@@ -69,10 +69,11 @@ class _Mma(KernelFamily):
     def _convolve(self, inputs: Sequence[Tensor], packed: Tensors, convolution: Convolution, tile: str) -> Tensor:
         x, residual = inputs[0], inputs[1] if len(inputs) > 1 else None
         values, metadata, bias = packed["values"], packed.get("metadata"), packed.get("bias")
-        _check(x, values, metadata, bias, residual, convolution)
+        operands = launch.Operands(x, values, metadata, bias, residual)
+        _check(operands, convolution)
         if x.is_cuda:
             residual = None if residual is None else _readable(residual)
-            return launch.run(_readable(x), values, metadata, bias, residual, convolution, tile)
+            return launch.run(operands._replace(x=_readable(x), residual=residual), convolution, tile)
         weight = restored(values, metadata, convolution.weight_shape)
         y = F.conv2d(x, weight, None, convolution.stride, convolution.padding, convolution.dilation)
         if bias is not None:
@@ -102,7 +103,7 @@ def _convolution(operation: Operation) -> Convolution:
 
 
 def _readable(x: Tensor) -> Tensor:
-    """Channels last and aligned to 16 bytes: a slice of one image may start anywhere."""
+    """A channels-last tensor aligned to 16 bytes. Slices may start at any address."""
     x = x.contiguous(memory_format=_NHWC)
     return x if x.data_ptr() % 16 == 0 else x.clone(memory_format=_NHWC)
 
@@ -112,30 +113,27 @@ def _as_image(x: Tensor) -> Tensor:
     return x.reshape(1, -1, 1, x.shape[-1]).permute(0, 3, 1, 2)
 
 
-def _check(
-    x: Tensor,
-    values: Tensor,
-    metadata: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    convolution: Convolution,
-) -> None:
-    """Raise for arguments that the kernel would read past the end of, or misread."""
+def _check(operands: launch.Operands, convolution: Convolution) -> None:
+    """Raise `EngineError` if the kernel would misread the arguments or read out of bounds."""
+    x, values, metadata, bias, residual = operands
     rows, channels = convolution.rows, convolution.channels
     if x.dim() != 4 or x.shape[1] != channels:
-        raise EngineError(f"the layer takes images with {channels} channels (N, C, H, W), got shape {tuple(x.shape)}")
+        raise EngineError(f"the input must have shape (N, {channels}, H, W), got {tuple(x.shape)}")
     expected = convolution.out_shape(x.shape)
     if residual is not None and residual.shape != expected:
-        raise EngineError(f"the residual has shape {tuple(residual.shape)}, the result {tuple(expected)}")
-    others = {"values": values, "metadata": metadata, "bias": bias, "residual": residual}
-    for name, tensor in others.items():
+        raise EngineError(
+            f"the residual must have the shape of the result, {tuple(expected)}, got {tuple(residual.shape)}"
+        )
+    for name, tensor in operands._asdict().items():
         if tensor is not None and tensor.device != x.device:
             raise EngineError(f"the input is on {x.device}, the {name} on {tensor.device}: move the model or the input")
     for name, tensor in (("weight", values), ("residual", residual)):
         if tensor is not None and tensor.dtype != x.dtype:
             raise EngineError(f"the input is {x.dtype}, the {name} {tensor.dtype}: convert the input")
     if bias is not None and (bias.dtype != torch.float32 or bias.numel() != rows or not bias.is_contiguous()):
-        raise EngineError(f"the bias must be {rows} contiguous float32 values, got {bias.numel()} in {bias.dtype}")
+        raise EngineError(
+            f"the bias must be a contiguous float32 tensor of {rows} values, got {bias.numel()} in {bias.dtype}"
+        )
     shapes = packed_shapes(convolution.weight_shape, sparse=metadata is not None)
     for name, tensor, shape in zip(("values", "metadata"), (values, metadata), shapes, strict=True):
         if tensor is not None and (tuple(tensor.shape) != shape or not tensor.is_contiguous()):

@@ -1,4 +1,4 @@
-"""The `mma.sp` convolution: its tiles, its compiled variants, and its launch."""
+"""Compile and launch the `mma.sp` convolution in its tile sizes."""
 
 import ctypes
 import functools
@@ -14,14 +14,18 @@ from halve.errors import EngineError
 
 DTYPES = (torch.float16, torch.bfloat16)
 _NHWC = torch.channels_last
-_STAGES, _TILE_K, _PITCH = 3, 64, 4  # as in conv.cu: tiles in flight, channels of a tile, floats between its rows
+_STAGES, _TILE_K, _PITCH = (
+    3,
+    64,
+    4,
+)  # as in conv.cu: pipeline stages, channels per tile, padding of output rows in floats
 
 
 class Tile(NamedTuple):
     """The output tile of one thread block, and its warps along output channels, pixels and K."""
 
-    row_tiles: int  # of 16 output channels, of one warp
-    pixel_tiles: int  # of 8 pixels, of one warp
+    row_tiles: int  # of 16 output channels, per warp
+    pixel_tiles: int  # of 8 pixels, per warp
     warps_m: int
     warps_n: int
     warps_k: int = 1
@@ -53,7 +57,7 @@ TILES = {
         Tile(4, 4, 2, 4),  # 128x128, for large layers
         Tile(2, 8, 2, 2),  # 64x128
         Tile(2, 4, 2, 2),  # 64x64
-        Tile(2, 4, 2, 1, 4),  # 64x32, four teams along K
+        Tile(2, 4, 2, 1, 4),  # 64x32, split four ways along K
         Tile(2, 4, 1, 1, 8),  # 32x32, for layers with few pixels
         Tile(1, 4, 1, 1, 8),
     )
@@ -61,26 +65,26 @@ TILES = {
 
 
 class Variant(NamedTuple):
-    """What is fixed at compile time."""
+    """The compile-time parameters of the kernel."""
 
     sparse: bool
     dtype: torch.dtype
-    channels: int  # of the input: a multiple of 8 is copied faster
+    channels: int  # input channels; multiples of 8 are copied faster
     activation: str
     tile: str
 
     def options(self) -> tuple[str, ...]:
-        """Compiler definitions."""
+        """Preprocessor definitions for the compiler."""
         if self.dtype not in DTYPES:
-            raise EngineError(f"the kernel multiplies float16 and bfloat16, got {self.dtype}")
+            raise EngineError(f"the kernel needs float16 or bfloat16, got {self.dtype}")
         if self.channels % 4:
-            raise EngineError(f"{self.channels} input channels are not divisible by 4")
+            raise EngineError(f"the number of input channels must be divisible by 4, got {self.channels}")
         if self.tile not in TILES:
-            raise EngineError(f"there is no tile {self.tile!r}; there are {', '.join(TILES)}")
+            raise EngineError(f"unknown tile {self.tile!r}: must be one of {', '.join(TILES)}")
         piece = 8 if self.channels % 8 == 0 else 4
         tile = {name.upper(): value for name, value in TILES[self.tile]._asdict().items()}
         if self.activation not in ACTIVATIONS:
-            raise EngineError(f"unknown activation {self.activation!r}; there are {', '.join(ACTIVATIONS)}")
+            raise EngineError(f"unknown activation {self.activation!r}: must be one of {', '.join(ACTIVATIONS)}")
         bf16, activation = int(self.dtype == torch.bfloat16), f"activate_{self.activation}"
         values = {"SPARSE": int(self.sparse), "BF16": bf16, "PIECE": piece, "ACTIVATE": activation, **tile}
         return tuple(f"-D{name}={value}" for name, value in values.items())
@@ -128,19 +132,19 @@ def version() -> str:
     return jit.digest(_source(), repr(TILES))
 
 
-def run(
-    x: Tensor,
-    values: Tensor,
-    metadata: Tensor | None,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    convolution: Convolution,
-    tile: str,
-) -> Tensor:
-    """Launch the kernel on the current stream. All tensors on one GPU, images channels last, bias in float32.
+class Operands(NamedTuple):
+    """The tensors of one launch: on one GPU, images channels last, bias in float32."""
 
-    Without metadata, `values` holds all weights.
-    """
+    x: Tensor
+    values: Tensor  # without metadata, the packed dense weight
+    metadata: Tensor | None
+    bias: Tensor | None
+    residual: Tensor | None
+
+
+def run(operands: Operands, convolution: Convolution, tile: str) -> Tensor:
+    """Launch the kernel on the current stream."""
+    x, values, metadata, bias, residual = operands
     images, channels, height, width = x.shape
     rows, out_height, out_width = convolution.rows, *convolution.out_size(height, width)
     out = torch.empty((images, rows, out_height, out_width), dtype=x.dtype, device=x.device, memory_format=_NHWC)
@@ -148,7 +152,9 @@ def run(
     if not pixels:
         return out
     if max(pixels, images * height * width) >= 1 << 28:
-        raise EngineError(f"{images} images of {height} x {width} are too many for one launch: use smaller batches")
+        raise EngineError(
+            f"{images} images of {height} x {width} pixels are too many for one launch: use a smaller batch"
+        )
     variant = Variant(metadata is not None, x.dtype, channels, convolution.activation, tile)
     kernel = _kernel(variant.options(), x.device.index, TILES[tile].shared_bytes)
     shape = _Shape(

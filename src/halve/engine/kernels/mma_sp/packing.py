@@ -1,14 +1,14 @@
-"""A 2:4 weight in the order in which sparse tensor cores read it (`mma.sp` m16n8k32, 16-bit), and back without loss.
+"""Pack 2:4 weights in the register layout of sparse tensor cores (`mma.sp` m16n8k32, 16-bit), losslessly.
 
-The weight is a matrix of output channels by K, K in the order (kernel row, kernel column, channel). Channels are padded
-to a multiple of 64 at each kernel position and rows to a multiple of 16, with zeros. What a warp needs for 16 rows and
-32 columns lies in one piece: eight values for each of its 32 lanes; what it needs to know of 64 columns is one 32-bit
-word for each lane.
+The weight is a matrix of output channels by K, with K in the order (kernel row, kernel column, channel). It is padded
+with zeros: channels to a multiple of 64 at each kernel position, rows to a multiple of 16. The values that a warp needs
+for 16 rows and 32 columns are contiguous: eight for each of its 32 lanes. The metadata of 64 columns is one 32-bit word
+per lane.
 
-Lane 4 g + q holds rows g and g + 8. Of a step of 32 columns, 16 are kept in each row: the lane's values are kept
-columns 2q and 2q + 1 of row g, the same of row g + 8, then kept columns 2q + 8 and 2q + 9 of both rows. The word of
-lane q describes columns 16 q .. 16 q + 15 of the 64: bits 0-15 those of row g, 16-31 those of row g + 8, four bits for
-each block of four: the places of its two values, the first in the low two bits.
+Lane 4 g + q holds rows g and g + 8. Each row keeps 16 of 32 columns. The lane's values are kept columns 2q and 2q + 1
+of row g, then of row g + 8, then kept columns 2q + 8 and 2q + 9 of both rows. The word of lane q describes columns
+16 q .. 16 q + 15 of the 64: bits 0-15 for row g, bits 16-31 for row g + 8. Each block of four columns takes four bits:
+the indices of its two values, the first in the low two bits.
 """
 
 import math
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from halve.errors import MaskError
 
-ROWS, CHANNELS = 16, 64  # what rows, and channels at one kernel position, are padded to
+ROWS, CHANNELS = 16, 64  # rows and channels are padded to multiples of these
 _LANES = 32
 
 
@@ -34,10 +34,9 @@ class Packed(NamedTuple):
 
 
 def pack(weight: Tensor, kept: Tensor) -> Packed:
-    """Pack a weight of shape (rows, channels, *kernel); `kept` says which weights may be other than zero.
+    """Pack a weight of shape (rows, channels, *kernel). `kept` is its mask.
 
-    Where a block keeps fewer than two, zeros fill its places. An updated weight under the same mask gives the same
-    metadata.
+    Blocks that keep fewer than two weights are filled up with zeros. The metadata depends only on the mask.
 
     >>> weight = torch.tensor([[1.0, 0.0, 0.0, 2.0]])
     >>> packed = pack(weight, weight != 0)
@@ -48,11 +47,12 @@ def pack(weight: Tensor, kept: Tensor) -> Packed:
     """
     if weight.shape != kept.shape or weight.dim() < 2:
         raise MaskError(
-            f"a weight of shape {tuple(weight.shape)} and a mask of shape {tuple(kept.shape)} cannot be packed"
+            f"weight and mask must have the same shape with two or more dimensions, got {tuple(weight.shape)} and "
+            f"{tuple(kept.shape)}"
         )
     flags = _blocks(_matrix(kept.to(torch.uint8)))
     if int(flags.sum(-1).max()) > 2:
-        raise MaskError("some block of four input channels keeps more than two weights: only 2:4 can be packed")
+        raise MaskError("the mask must be 2:4: a block of four input channels keeps more than two weights")
     places = flags.sort(dim=-1, descending=True, stable=True).indices[..., :2].sort(dim=-1).values
     blocks = _blocks(_matrix(torch.where(kept, weight, torch.zeros((), dtype=weight.dtype, device=weight.device))))
     values = blocks.gather(-1, places).flatten(1)  # (rows, K / 2)
@@ -72,7 +72,7 @@ def packed_shapes(shape: Sequence[int], sparse: bool) -> tuple[tuple[int, ...], 
 
 
 def unpack(packed: Packed) -> Tensor:
-    """The weight, zeros and all."""
+    """Restore the weight, including its zeros."""
     values, nibbles = _read_values(packed.values), _read_metadata(packed.metadata)
     places = torch.stack([nibbles & 3, nibbles >> 2], -1)
     blocks = torch.zeros(*nibbles.shape, 4, dtype=values.dtype, device=values.device)
@@ -81,7 +81,7 @@ def unpack(packed: Packed) -> Tensor:
 
 
 def pack_dense(weight: Tensor) -> Tensor:
-    """All values of a weight, for the dense twin of the kernel: (row tiles, steps of 16 columns, lanes, 8).
+    """Pack a weight for the dense baseline of the kernel: (row tiles, steps of 16 columns, lanes, 8).
 
     >>> pack_dense(torch.arange(8.0).reshape(1, 8))[0, 0, 1, :2].tolist()
     [2.0, 3.0]
@@ -90,7 +90,7 @@ def pack_dense(weight: Tensor) -> Tensor:
 
 
 def unpack_dense(values: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """The weight of that shape again.
+    """Restore the weight, given its shape.
 
     >>> weight = torch.arange(24.0).reshape(2, 3, 2, 2)
     >>> torch.equal(unpack_dense(pack_dense(weight), (2, 3, 2, 2)), weight)
@@ -100,12 +100,12 @@ def unpack_dense(values: Tensor, shape: tuple[int, ...]) -> Tensor:
 
 
 def restored(values: Tensor, metadata: Tensor | None, shape: tuple[int, ...]) -> Tensor:
-    """The weight of that shape from either form: 2:4 with metadata, dense without."""
+    """Restore the weight from either packed form: 2:4 with metadata, dense without."""
     return unpack_dense(values, shape) if metadata is None else unpack(Packed(values, metadata, shape))
 
 
 def _weight(matrix: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """Back from (padded rows, K)."""
+    """(padded rows, K) -> (rows, channels, *kernel)."""
     rows, channels, *kernel = shape
     parts = matrix.reshape(len(matrix), -1, _padded(channels, CHANNELS))[:rows, :, :channels]
     return parts.transpose(1, 2).reshape(rows, channels, *kernel)
@@ -155,5 +155,5 @@ def _read_metadata(metadata: Tensor) -> Tensor:
 
 
 def _shifts(device: torch.device) -> Tensor:
-    """Where the nibble of (half, block) lies in a word."""
+    """The bit offset of each (half, block) in a word."""
     return 16 * torch.arange(2, device=device)[:, None] + 4 * torch.arange(4, device=device)

@@ -1,4 +1,4 @@
-"""Max pooling without indices: PyTorch also writes the position of each maximum, which inference never reads."""
+"""Max pooling without indices. PyTorch also writes the index of each maximum, which inference does not need."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""The pooling kernel: which inputs it takes, and its launch."""
+"""Compile and launch the max pooling kernel."""
 
 import ctypes
 import functools
@@ -13,7 +13,7 @@ from halve.engine.operations import MaxPool
 from halve.errors import EngineError
 
 DTYPES = (torch.float16, torch.bfloat16)
-_PIECE = 8  # channels of one thread: 16 bytes
+_PIECE = 8  # channels per thread: 16 bytes
 _THREADS = 128
 _NHWC = torch.channels_last
 
@@ -31,7 +31,7 @@ class _Shape(ctypes.Structure):
 
 
 def fits(x: Tensor, kernel: Sequence[int]) -> bool:
-    """Whether the kernel can read these images: on a GPU, channels last, in aligned pieces of 16 bytes, not empty."""
+    """Whether the kernel supports these images: on a GPU, channels last, 16-byte aligned, channels divisible by 8."""
     return (
         x.is_cuda
         and x.dim() == 4
@@ -58,7 +58,7 @@ def run(x: Tensor, pool: MaxPool) -> Tensor:
 
 
 def machine_code(dtype: torch.dtype, kernel: tuple[int, ...], architecture: str) -> bytes:
-    """The cubin for a dtype and a window, compiled on first use."""
+    """The cubin for a dtype and window size, compiled on first use."""
     values = {"BF16": int(dtype == torch.bfloat16), "KERNEL_H": kernel[0], "KERNEL_W": kernel[1]}
     return jit.cubin(_source(), architecture, tuple(f"-D{name}={value}" for name, value in values.items()))
 
@@ -75,7 +75,7 @@ def version() -> str:
 
 @functools.cache
 def _kernel(dtype: torch.dtype, kernel: tuple[int, ...], device: int) -> driver.Kernel | None:
-    """None if it cannot be compiled or loaded: PyTorch's own kernel runs instead."""
+    """The loaded kernel, or None if it cannot be compiled or loaded: then PyTorch's kernel runs."""
     if driver.unavailable(torch.device("cuda", device)) is not None:
         return None
     try:

@@ -1,9 +1,9 @@
-// The largest of each window of an NHWC image, eight channels of one pixel of the result by one thread.
+// Max pooling of NHWC images. A thread computes eight channels of one output pixel.
 //
-// PyTorch's kernel also writes where each maximum was found, four times the bytes of the result in float16; nobody
-// reads that in inference. NaN wins, as it does there.
+// PyTorch's kernel also writes the index of each maximum, four times the bytes of the result in float16, which inference
+// does not need. NaN propagates, like in PyTorch.
 //
-// Defined when compiled: BF16 (0, 1), KERNEL_H and KERNEL_W, so that the loads of small windows go out together.
+// Compile-time parameters: BF16 (0, 1), KERNEL_H and KERNEL_W, so that small windows are unrolled and their loads overlap.
 
 typedef unsigned int u32;
 
@@ -25,7 +25,7 @@ __device__ __forceinline__ u32 larger(u32 a, u32 b) {
 constexpr bool SMALL = KERNEL_H * KERNEL_W <= 16;
 
 extern "C" __global__ void __launch_bounds__(128) max_pool(const uint4* x, uint4* out, Shape s) {
-    constexpr u32 LEAST = BF16 ? 0xff80ff80u : 0xfc00fc00u;  // minus infinity, twice
+    constexpr u32 LEAST = BF16 ? 0xff80ff80u : 0xfc00fc00u;  // two times minus infinity
     const int image = blockIdx.x / s.out_height, row = blockIdx.x % s.out_height;
     const int pieces = s.channels / 8, place = blockIdx.y * blockDim.x + threadIdx.x;
     if (place >= s.out_width * pieces) return;
