@@ -203,7 +203,7 @@ def test_the_kernel_runs_on_the_current_stream_and_in_a_graph():
     graph = torch.cuda.CUDAGraph()
     still, last = torch.zeros_like(x), r.contiguous(memory_format=torch.channels_last)
     with torch.cuda.graph(graph):
-        y = conv.run(still, packed.values, packed.metadata, b, last, geometry, "64x64")
+        y = conv.run(conv.Operands(still, packed.values, packed.metadata, b, last), geometry, "64x64")
     still.copy_(x)
     graph.replay()
     assert torch.equal(y, expected)
@@ -215,7 +215,8 @@ def test_a_new_thread_may_launch_it_first():
     packed = pack(data[1], data[1] != 0)
 
     def work():
-        results.append(conv.run(data[0], packed.values, packed.metadata, data[2], None, geometry, "64x64"))
+        operands = conv.Operands(data[0], packed.values, packed.metadata, data[2], None)
+        results.append(conv.run(operands, geometry, "64x64"))
 
     work()
     thread = threading.Thread(target=work)  # where PyTorch has not initialized a context
