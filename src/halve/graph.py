@@ -99,6 +99,7 @@ def capture(
     forward: Callable[[nn.Module, Any], Any] | None = None,
     *,
     any_size: bool = False,
+    keep_modes: bool = False,
 ) -> Captured:
     """Capture the structure of a model as it runs in eval mode on an example. The model is not changed.
 
@@ -109,12 +110,13 @@ def capture(
         forward: how to run the model on the example, for unusual batches.
         any_size: capture a graph that is valid for other image sizes too, if the model allows it. Slower, and the
             graph comes with more guards. Parts are always captured this way: a model may call them with any size.
+        keep_modes: capture with every module in the mode it is in, instead of eval mode.
 
     >>> captured = capture(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), torch.zeros(1, 3, 8, 8))
     >>> captured.complete, sorted(captured.parts[0].tensors.values()), captured.parts[0].sizes()
     (True, ['0.bias', '0.weight'], (((0, None), (3, 3), (8, 8), (8, 8)),))
     """
-    copy = clone(model).eval()
+    copy = clone(model) if keep_modes else clone(model).eval()
     names = _names(copy)
     arguments = (example,) if forward is not None or not isinstance(example, tuple) else example
     arguments = tuple(two_images(argument) for argument in arguments)

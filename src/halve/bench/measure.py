@@ -109,7 +109,7 @@ def bench(
     if not inputs or not all(isinstance(x, Tensor) and x.dim() and len(x) for x in inputs):
         raise EngineError("the example must be a tensor of images, or a tuple of tensors, as the model takes them")
     device = inputs[0].device
-    masked = apply(model, masks, permute=bool(masks.moves), on_changed=on_changed).eval().requires_grad_(False)
+    masked = apply(model, masks, on_changed=on_changed).eval().requires_grad_(False)
     convert_(masked, dtype, device)
     fast: list[Compiled] = []
 

@@ -106,7 +106,7 @@ def _compiled(
 ) -> Compiled:
     """Captured, fused and converted, with every layer on the fallback kernel."""
     exact = torch.float64 if dtype == torch.float64 else torch.float32  # what is folded in
-    masked = apply(model, masks, permute=bool(masks.moves), on_changed=on_changed).eval()
+    masked = apply(model, masks, on_changed=on_changed).eval()
     convert_(masked, exact, inputs[0].device)
     given = tuple(_cast(x, exact).contiguous() for x in inputs)  # code that views images as rows needs it
     body = _body(masked, given, any_size)
