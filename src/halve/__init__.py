@@ -8,7 +8,7 @@ from halve.engine.compiled import load as load_compiled
 from halve.errors import HalveError
 from halve.learn.learn import learn
 from halve.learn.objective import Views
-from halve.masks.apply import apply
+from halve.masks.apply import apply, restore_order
 from halve.masks.file import load
 from halve.masks.mask import Mask, MaskSet
 from halve.masks.packed import pack, unpack
@@ -35,6 +35,7 @@ __all__ = [
     "pack",
     "prune",
     "recalibrate",
+    "restore_order",
     "select",
     "unpack",
     "verify",

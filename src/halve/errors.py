@@ -63,6 +63,10 @@ class LearningWarning(UserWarning):
     """Learning ended early, or is not reproducible bit for bit."""
 
 
+class ChannelOrderWarning(UserWarning):
+    """Masks were applied in a channel order in which hardware cannot use them."""
+
+
 class ChangedWeightsWarning(UserWarning):
     """Masks are applied to weights other than those they were made for."""
 

@@ -99,6 +99,7 @@ def capture(
     forward: Callable[[nn.Module, Any], Any] | None = None,
     *,
     any_size: bool = False,
+    keep_modes: bool = False,
 ) -> Captured:
     """Capture a model as a graph, in eval mode. The model is not changed.
 
@@ -109,12 +110,13 @@ def capture(
         forward: runs the model on the example. Default: `model(example)`, or `model(*example)` for a tuple.
         any_size: allow other image sizes than the example's, if the model does. Capturing is slower, and the graph has
             more guards. Parts always allow other sizes, since the model may call them with any.
+        keep_modes: capture with every module in the mode it is in, instead of eval mode.
 
     >>> captured = capture(nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU()), torch.zeros(1, 3, 8, 8))
     >>> captured.complete, sorted(captured.parts[0].tensors.values()), captured.parts[0].sizes()
     (True, ['0.bias', '0.weight'], (((0, None), (3, 3), (8, 8), (8, 8)),))
     """
-    copy = clone(model).eval()
+    copy = clone(model) if keep_modes else clone(model).eval()
     names = _names(copy)
     arguments = (example,) if forward is not None or not isinstance(example, tuple) else example
     arguments = tuple(two_images(argument) for argument in arguments)

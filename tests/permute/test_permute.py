@@ -1,4 +1,5 @@
 import time
+import warnings
 
 import pytest
 import torch
@@ -6,7 +7,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import halve
-from halve.errors import DataError, LearningWarning, MaskError, OptionError
+from halve.errors import ChangedWeightsWarning, ChannelOrderWarning, DataError, LearningWarning, MaskError, OptionError
 from halve.learn import initialization
 from halve.masks.layout import unpermuted
 from halve.masks.mask import MaskSet
@@ -78,15 +79,72 @@ def test_blocks_keep_more_in_the_orders_that_were_found(permuted):
     assert summary["fixed"] == {}
 
 
-def test_masks_go_on_in_the_original_order(permuted):
+def test_masks_can_be_applied_in_the_checkpoints_order_with_a_warning(permuted):
     model, masks = permuted
-    sparse = halve.apply(model, masks)
+    with pytest.warns(ChannelOrderWarning, match="4 of 4 masked layers are not N:M in place, and no hardware"):
+        sparse = halve.apply(model, masks, permute=False)
     for name, mask in masks.items():
         weight = model.get_submodule(name).weight
         assert torch.equal(sparse.get_submodule(name).weight, mask.apply_to(weight))
     assert halve.verify(model, masks).ok
-    assert halve.verify(sparse, masks).ok
+    report = halve.verify(sparse, masks)
+    assert report.ok
+    assert set(report.not_accelerated) == set(masks)  # as it stands
     assert not halve.verify(sparse).ok  # its blocks do not lie in one piece
+
+
+def test_what_apply_returns_is_two_of_four_where_it_stands(permuted):
+    model, masks = permuted
+    with untouched(model):
+        sparse = halve.apply(model, masks)
+    for name in masks:
+        blocks = sparse.get_submodule(name).weight.movedim(1, -1).reshape(-1, 4)
+        assert int((blocks != 0).sum(1).max()) <= 2
+    assert halve.verify(sparse).ok
+    assert halve.verify(sparse, masks).ok
+    assert {name: x.shape for name, x in sparse.state_dict().items()} == {
+        name: x.shape for name, x in model.state_dict().items()
+    }
+    x = torch.randn(3, 3, 16, 16)
+    with pytest.warns(ChannelOrderWarning):
+        reference = halve.apply(model, masks, permute=False)
+    with torch.no_grad():
+        torch.testing.assert_close(sparse(x), reference(x), rtol=1e-4, atol=1e-5)
+
+
+def test_applying_twice_and_restoring_are_recognised(permuted):
+    model, masks = permuted
+    once = halve.apply(model, masks)
+    twice = halve.apply(once, masks, on_changed="error")
+    assert all(torch.equal(a, b) for a, b in zip(once.parameters(), twice.parameters(), strict=True))
+    with pytest.warns(ChannelOrderWarning):
+        unmoved = halve.apply(model, masks, permute=False)
+    with untouched(once):
+        restored = halve.restore_order(once, masks)
+    for name, value in unmoved.state_dict().items():
+        assert torch.equal(restored.state_dict()[name], value), name
+    again = halve.restore_order(restored, masks)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), restored.parameters(), strict=True))
+
+
+def test_an_updated_checkpoint_in_moved_order_is_recognised(permuted):
+    model, masks = permuted
+    tuned = halve.apply(model, masks)
+    with torch.no_grad():
+        for parameter in tuned.parameters():
+            parameter.mul_(1.02)
+    with pytest.warns(ChangedWeightsWarning, match="by about (1|2)"):
+        again = halve.apply(tuned, masks)
+    assert all(torch.equal(a, b) for a, b in zip(again.parameters(), tuned.parameters(), strict=True))
+
+
+def test_packed_checkpoints_are_read_as_apply_returns_them(permuted, tmp_path):
+    model, masks = permuted
+    state, again = halve.unpack(halve.pack(model, masks, tmp_path / "net.packed.safetensors"))
+    assert again == masks
+    expected = halve.apply(model, masks).state_dict()
+    assert state.keys() == expected.keys()
+    assert all(torch.equal(state[name], value) for name, value in expected.items())
 
 
 def test_moved_channels_compute_the_same_and_blocks_lie_in_one_piece(permuted):
@@ -214,9 +272,10 @@ def test_masks_in_the_checkpoints_own_order_need_no_moves():
 def test_an_order_without_its_moves_cannot_be_made(small):
     model, _, masks = small
     masks = MaskSet(dict(masks))
-    assert halve.verify(halve.apply(model, masks), masks).ok
     with pytest.raises(MaskError, match="does not say how to move the channels"):
-        halve.apply(model, masks, permute=True)
+        halve.apply(model, masks)
+    with pytest.warns(ChannelOrderWarning):
+        assert halve.verify(halve.apply(model, masks, permute=False), masks).ok
 
 
 def test_different_patterns_flat_order_padding_and_groups_do_not_get_in_the_way():
@@ -260,23 +319,40 @@ def test_a_network_that_is_captured_in_parts_moves_inside_them():
     assert masks["body.0"].layout.channel_order is None
 
 
-def test_layers_that_run_in_training_alone_are_named():
-    class Auxiliary(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.a, self.b, self.aux = nn.Conv2d(4, 8, 1), nn.Conv2d(8, 3, 1), nn.Conv2d(8, 3, 1)
+class Auxiliary(nn.Module):
+    """Has a head that only runs in training; `how` calls it."""
 
-        def forward(self, x):
-            x = self.a(x)
-            return self.b(x) + self.aux(x) if self.training else self.b(x)
+    def __init__(self, how):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Conv2d(4, 16, 1), nn.Conv2d(16, 16, 1), nn.Conv2d(16, 3, 1)
+        self.aux, self.drop, self.how = nn.Conv2d(16, 3, 1), nn.Dropout(0.5), how
 
-    masks = halve.prune(Auxiliary(), permute=True, example=tiny.images(), also="b")
+    def forward(self, x):
+        x = self.b(self.a(x).relu()).relu()
+        return (self.c(x), self.how(self, x)) if self.training else self.c(x)
+
+
+@pytest.mark.parametrize("how", [lambda n, x: n.aux(n.drop(x)), lambda n, x: n.aux(x) if float(x.sum()) < 1e9 else x])
+def test_what_a_head_reads_that_only_runs_in_training_does_not_change_it(how):
+    model = Auxiliary(how).eval()
+    masks = halve.prune(model, permute=True, example=tiny.images(), also="c")
     assert masks.recipe["permute"]["not_run"] == ["aux"]
+    sparse, x = halve.apply(model, masks), torch.randn(2, 4, 8, 8)
+    with warnings.catch_warnings(action="ignore"):
+        unmoved = halve.apply(model, masks, permute=False)
+    for net in (sparse, unmoved):
+        net.train()
+        net.drop.eval()
+    with torch.no_grad():
+        for got, expected in zip(sparse(x), unmoved(x), strict=True):
+            torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_model_that_was_moved_in_part_is_not_ok(permuted):
     model, masks = permuted
-    sparse, moved = halve.apply(model, masks), halve.apply(model, masks, permute=True)
+    with pytest.warns(ChannelOrderWarning):
+        sparse, moved = halve.apply(model, masks, permute=False), halve.apply(model, masks)
     sparse[2].conv1.weight = moved[2].conv1.weight
     failures = halve.verify(sparse, masks).failures
     assert set(failures) == set(masks) - {"2.conv1"}

@@ -117,7 +117,7 @@ def bench(
     inputs = example if isinstance(example, tuple) else (example,)
     _check_options(names, sizes, seconds, inputs)
     device = inputs[0].device
-    masked = apply(model, masks, permute=bool(masks.moves), on_changed=on_changed).eval().requires_grad_(False)
+    masked = apply(model, masks, on_changed=on_changed).eval().requires_grad_(False)
     convert_(masked, dtype, device)
     fast: list[Compiled] = []
 

@@ -70,7 +70,8 @@ def verify(model: nn.Module, masks: MaskSet | None = None, **selection: Unpack[S
     """Verify a model, dense or already masked, against its masks.
 
     Without masks, verify that the weights themselves are N:M sparse. Masks with a channel order are checked in that
-    order, and models whose channels `apply(permute=True)` has moved are recognised. Raises `MaskError` if the masks
+    order, and models whose channels `apply` has moved are recognised. Hardware support is judged on the tensors as they
+    are, or for a dense model as `apply` will lay them out. Raises `MaskError` if the masks
     belong to another model.
 
     Args:
@@ -126,8 +127,11 @@ def _check_mask(name: str, mask: Mask, weight: Tensor, update: float | None) -> 
         failure = f"its mask keeps more than {mask.pattern}"
     elif (failure := _not_finite(weight)) is None and update is not None:
         failure = f"its weight changed by about {100 * update:.2g} % since the mask was made"
-    moved = unpermuted(mask.layout).from_blocks(mask.pattern.decode(mask.stored_codes))  # after apply(permute=True)
-    able = eligibility(mask.layout.kind, mask.layout.groups, moved)
+    if state == "masked":
+        able = eligibility(mask.layout.kind, mask.layout.groups, weight.cpu() != 0)
+    else:  # as `apply` will lay it out
+        applied = unpermuted(mask.layout).from_blocks(mask.pattern.decode(mask.stored_codes))
+        able = eligibility(mask.layout.kind, mask.layout.groups, applied)
     return LayerCheck(name, mask.pattern, legal, state, update, able.tensorrt, able.tensor_cores, failure)
 
 

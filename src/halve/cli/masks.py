@@ -20,8 +20,9 @@ def apply(
     out: o.Out,
     weights: o.Weights = None,
     permute: Annotated[
-        bool, typer.Option(help="Move channels so that every block is contiguous, for masks with channel orders.")
-    ] = False,
+        bool,
+        typer.Option(help="Move channels so that hardware finds N:M in place, for masks with channel orders."),
+    ] = True,
     on_changed: o.OnChanged = "warn",
     json: o.Json = False,
 ) -> None:
@@ -39,7 +40,7 @@ def apply(
     if json:
         show.as_json({"file": str(path), "zeros": zeros, "parameters": total})
         return
-    moved = f", channels of {len(read.moves)} tensors moved" if permute else ""
+    moved = f", channels of {len(read.moves)} tensors moved" if permute and read.moves else ""
     show.say(f"{path}: {zeros:,} of {total:,} parameters are zero ({show.percent(zeros / total, 1)}){moved}")
 
 
@@ -79,7 +80,7 @@ def inspect(
     if masks.statistics:
         show.say(f"includes recalibrated statistics of {len(masks.statistics) // 2} BatchNorm layers")
     if masks.moves:
-        show.say(f"includes channel orders: --permute moves the channels of {len(masks.moves)} tensors")
+        show.say(f"includes channel orders: 'halve apply' moves the channels of {len(masks.moves)} tensors")
     for key, value in masks.recipe.items():
         show.say(f"  {key}: {value if isinstance(value, str) else json_.dumps(value)}")
 

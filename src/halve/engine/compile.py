@@ -106,7 +106,7 @@ def _compiled(
 ) -> Compiled:
     """The captured, fused and converted network. Every layer still uses the fallback kernel."""
     exact = torch.float64 if dtype == torch.float64 else torch.float32  # BatchNorm is folded in this dtype
-    masked = apply(model, masks, permute=bool(masks.moves), on_changed=on_changed).eval()
+    masked = apply(model, masks, on_changed=on_changed).eval()
     convert_(masked, exact, inputs[0].device)
     given = tuple(_cast(x, exact).contiguous() for x in inputs)  # code that calls `view` on images needs it
     body = _body(masked, given, any_size)

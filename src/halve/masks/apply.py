@@ -2,34 +2,36 @@
 
 import difflib
 import warnings
+from collections.abc import Mapping
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from halve.errors import ChangedWeightsWarning, MaskError, OptionError, listed
+from halve.errors import ChangedWeightsWarning, ChannelOrderWarning, MaskError, OptionError, listed
 from halve.masks.fingerprint import digest
 from halve.masks.layout import unpermuted
 from halve.masks.mask import Mask, MaskSet
-from halve.masks.moves import move_
-from halve.modules import clone, kind_of, set_weight_, weight_of
+from halve.masks.moves import fits, inverse_of, move_, moved_back
+from halve.modules import clone, kind_of, set_weight_, weight_name, weight_of
 
 OnChanged = Literal["warn", "error", "ignore"]
 
 
-def apply(model: nn.Module, masks: MaskSet, *, permute: bool = False, on_changed: OnChanged = "warn") -> nn.Module:
-    """Return a copy of the model with zeros where the masks keep nothing.
+def apply(model: nn.Module, masks: MaskSet, *, permute: bool = True, on_changed: OnChanged = "warn") -> nn.Module:
+    """Return a copy of the model with zeros where the masks keep nothing, N:M in place along its input channels.
 
-    The copy is a plain module of the same class with the same state-dict names. Recalibrated BatchNorm statistics in
-    `masks` are copied into it. A masked layer under weight_norm or spectral_norm gets a plain weight, since
-    renormalising would change the kept weights.
+    The copy is a plain module of the same class with the same state-dict names and shapes, and computes what the masked
+    network computes. Masks that were found in better channel orders (as `learn` does by default) are applied in these
+    orders: the channels of the copy are moved, since hardware and exporters only see N:M in contiguous blocks.
+    `restore_order` moves them back. Recalibrated BatchNorm statistics in `masks` are copied into it. A masked layer
+    under weight_norm or spectral_norm gets a plain weight, since renormalising would change the kept weights.
 
     Args:
-        model: The dense model. It is not changed.
+        model: The dense model. It is not changed. A model that the masks were already applied to is recognised.
         masks: Its masks.
-        permute: Reorder the channels of the copy so that every block is contiguous, as kernels and exported models
-            need it. The outputs stay the same up to rounding, but the weights are no longer in the checkpoint's order.
-            Only matters for masks made with `permute=True`. Default: False.
+        permute: Move the channels so that every block is contiguous. False keeps the checkpoint's channel order, which
+            no hardware can use if the masks have channel orders, with a warning. Default: True.
         on_changed: What to do if the weights are not those the masks were made for: "warn" (default) about how much
             each layer changed, "error" or "ignore".
 
@@ -39,22 +41,70 @@ def apply(model: nn.Module, masks: MaskSet, *, permute: bool = False, on_changed
     >>> int((sparse[0].weight == 0).sum()), int((model[0].weight == 0).sum())
     (32, 0)
     """
+    copy = applied_in_checkpoint_order(model, masks, on_changed)
+    if permute:
+        move_(copy, masks.moves)
+        _check_contiguous(copy, masks)
+    elif scattered := [name for name, mask in masks.items() if mask.layout.channel_order is not None]:
+        warnings.warn(
+            f"permute=False keeps the checkpoint's channel order: {len(scattered)} of {len(masks)} masked layers are "
+            f"not N:M in place, and no hardware can use them",
+            ChannelOrderWarning,
+            stacklevel=2,
+        )
+    return copy
+
+
+def applied_in_checkpoint_order(model: nn.Module, masks: MaskSet, on_changed: OnChanged) -> nn.Module:
+    """The masked copy with its channels in the order of the checkpoint that the masks were made for."""
     if on_changed not in ("warn", "error", "ignore"):
         raise OptionError(f"on_changed must be 'warn', 'error' or 'ignore', got {on_changed!r}")
-    weights = check_fit(model, masks)
+    copy = restore_order(model, masks)
+    weights = check_fit(copy, masks)
     if on_changed != "ignore" and (updates := updates_of(weights, masks)):
         message = _changed_message(updates)
         if on_changed == "error":
             raise MaskError(f"{message}; on_changed='warn' applies the masks anyway")
-        warnings.warn(message, ChangedWeightsWarning, stacklevel=2)
-    copy = clone(model)
+        warnings.warn(message, ChangedWeightsWarning, stacklevel=3)  # the caller of the public function
     for name, mask in masks.items():
         set_weight_(copy.get_submodule(name), mask.apply_to(weights[name]))
     _copy_statistics_(copy, masks.statistics)
-    if permute:
-        move_(copy, masks.moves)
-        _check_contiguous(copy, masks)
     return copy
+
+
+def restore_order(model: nn.Module, masks: MaskSet) -> nn.Module:
+    """Return a copy of the model with its channels in the checkpoint's order: undoes what `apply` moved.
+
+    A model whose channels were not moved is copied as it is.
+
+    >>> import halve
+    >>> model = nn.Sequential(nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 2)).eval()
+    >>> masks = halve.prune(model, permute=True, example=torch.randn(2, 16))
+    >>> sparse = halve.apply(model, masks)
+    >>> torch.equal(halve.restore_order(sparse, masks)[4].weight, model[4].weight)
+    True
+    """
+    weights = check_fit(model, masks)
+    copy = clone(model)
+    if is_moved(weights, masks):
+        move_(copy, inverse_of(masks.moves))
+    return copy
+
+
+def is_moved(weights: Mapping[str, Tensor], masks: MaskSet) -> bool:
+    """Whether the channels of a model with these weights were moved.
+
+    The fingerprints tell: moved back, the weights are closer to those that the masks were made for.
+    """
+    moves = masks.moves
+    unmoved = moved = 0.0
+    for name, mask in masks.items():
+        dims = moves.get(weight_name(name), {})
+        if mask.fingerprint is not None and dims and fits(weights[name], dims):
+            unmoved += 0.0 if is_unchanged(weights[name], mask) else mask.fingerprint.update(weights[name])
+            back = moved_back(weights[name], dims)
+            moved += 0.0 if is_unchanged(back, mask) else mask.fingerprint.update(back)
+    return moved < unmoved
 
 
 def _check_contiguous(copy: nn.Module, masks: MaskSet) -> None:
@@ -64,7 +114,7 @@ def _check_contiguous(copy: nn.Module, masks: MaskSet) -> None:
         if int(blocks.sum(-1).max()) > mask.pattern.kept:
             raise MaskError(
                 f"layer {name} has a channel order, but the mask set does not say how to move the channels; use masks "
-                f"from prune(permute=True) or learn(permute=True)"
+                f"as prune or learn returned them, or permute=False to apply these in the checkpoint's order"
             )
 
 

@@ -142,7 +142,7 @@ class MaskSet(Mapping[str, Mask]):
         masks: The masks by layer name.
         statistics: Recalibrated BatchNorm buffers by state-dict name, which `apply` copies into the model.
         recipe: How the masks were made, as plain JSON values.
-        moves: How `apply(permute=True)` reorders channels, by state-dict name. Empty unless permuted.
+        moves: How `apply` moves channels, by state-dict name. Empty unless permuted.
 
     >>> import halve
     >>> masks = halve.prune(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)))
@@ -202,7 +202,7 @@ class MaskSet(Mapping[str, Mask]):
 
     @property
     def moves(self) -> dict[str, dict[int, tuple[int, ...]]]:
-        """A copy of the channel orders that `apply(permute=True)` uses, by state-dict name and dimension."""
+        """A copy of the channel orders that `apply` uses, by state-dict name and dimension."""
         return {name: dict(dims) for name, dims in self._moves.items()}
 
     @property

@@ -1,8 +1,8 @@
 """Moves: reorder the channels of a network without changing its function.
 
 Moves map the state-dict name of each affected parameter and buffer to the new order along each of its dimensions:
-element i of the moved tensor is element order[i] of the original. `halve.prune(permute=True)` finds them,
-`halve.apply(permute=True)` performs them.
+element i of the moved tensor is element order[i] of the original. `halve.learn` and `halve.prune(permute=True)`
+find them, `halve.apply` performs them.
 """
 
 from collections.abc import Mapping
@@ -41,8 +41,16 @@ def moved(tensor: Tensor, dims: Mapping[int, tuple[int, ...]]) -> Tensor:
 
 def moved_back(tensor: Tensor, dims: Mapping[int, tuple[int, ...]]) -> Tensor:
     """The inverse of `moved`."""
-    inverse = {dim: tuple(torch.tensor(order).argsort().tolist()) for dim, order in dims.items()}
-    return moved(tensor, inverse)
+    return moved(tensor, _inverse(dims))
+
+
+def inverse_of(moves: Moves) -> Moves:
+    """The moves that undo these."""
+    return {name: _inverse(dims) for name, dims in moves.items()}
+
+
+def _inverse(dims: Mapping[int, tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
+    return {dim: tuple(torch.tensor(order).argsort().tolist()) for dim, order in dims.items()}
 
 
 def move_(copy: nn.Module, moves: Moves) -> None:

@@ -12,11 +12,12 @@ from torch import Tensor, nn
 
 from halve.errors import FileError, HalveError, ModelError, OptionError, listed
 from halve.masks import storage
-from halve.masks.apply import OnChanged, apply
+from halve.masks.apply import OnChanged, applied_in_checkpoint_order
 from halve.masks.bits import pack_bits, unpack_bits
 from halve.masks.file import header_of, masks_from, tensors_of
 from halve.masks.layout import Layout
 from halve.masks.mask import Mask, MaskSet
+from halve.masks.moves import fits, moved
 from halve.masks.pattern import Pattern
 from halve.modules import weight_name
 
@@ -59,7 +60,7 @@ def pack(
     """
     if dtype is not None and not dtype.is_floating_point:
         raise OptionError(f"dtype must be a floating-point type, such as torch.float16; got {dtype}")
-    state = apply(model, masks, on_changed=on_changed).state_dict(keep_vars=True)
+    state = applied_in_checkpoint_order(model, masks, on_changed).state_dict(keep_vars=True)
     first = _first_names(state, masks)
     tensors, aliases = tensors_of(masks), {}
     for name, value in state.items():
@@ -108,10 +109,11 @@ def _first_names(state: dict[str, Tensor], masks: MaskSet) -> dict[str, str]:
 
 
 def unpack(path: str | Path) -> Unpacked:
-    """Read a packed checkpoint: the masked model's state dict, and the masks.
+    """Read a packed checkpoint: the state dict of the masked model as `apply` returns it, and the masks.
 
     Args:
-        path: A file that `pack` wrote.
+        path: A file that `pack` wrote. It holds the checkpoint's channel order; the state dict has channels moved so
+            that every block is contiguous.
 
     >>> import halve, tempfile
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2))
@@ -147,7 +149,10 @@ def unpack(path: str | Path) -> Unpacked:
         raise FileError(f"{path} is damaged: {error}") from error
     if tensors:
         raise FileError(f"{path} is damaged: it has tensors that belong to nothing: {listed(sorted(tensors))}")
-    return Unpacked(state, masks)
+    moves = masks.moves
+    if wrong := [name for name, dims in moves.items() if name not in state or not fits(state[name], dims)]:
+        raise FileError(f"{path} is damaged: its channel orders do not fit {listed(wrong)}")
+    return Unpacked({name: moved(value, moves.get(name, {})) for name, value in state.items()}, masks)
 
 
 def _index_bits(pattern: Pattern) -> int:

@@ -12,14 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from halve.batches import Forward, Progress, images_of, to_device, tracked
-from halve.errors import OptionError
+from halve.errors import ModelError, OptionError, listed
 from halve.graph import Captured, capture
 from halve.masks.layout import Layout
 from halve.masks.moves import Moves, move_
 from halve.masks.pattern import Pattern
-from halve.modules import kind_of
+from halve.modules import clone, kind_of
 from halve.permute.equivalence import Equivalence
 from halve.permute.search import best_order
 from halve.permute.trace.axes import Axis, Spans
@@ -109,6 +110,9 @@ def permute(
     equivalence = Equivalence(model, example, forward)
     channels = Channels(captured)
     names = _first_names(model)
+    not_run = _not_run(model, channels, names)
+    if not_run and not _trace_training_(channels, model, example, forward, not_run, names):
+        channels.pin(f"{listed(not_run, 3)} did not run on the example, and may read it in training")
     inputs = {choice.name: _input_spans(model, choice, channels, names) for choice in choices}
     readers, axes = _readers(choices, inputs, scores)
     orders, kept = _search(readers, axes, started + seconds, seed, progress)
@@ -121,7 +125,7 @@ def permute(
         "layers": sum(choice.layout.channel_order is not None for choice in result if choice.layout),
         "fixed": {c.name: _why(c, inputs[c.name], captured) for c in result if c.layout and not c.layout.channel_order},
         "not_whole": captured.reason,
-        "not_run": _not_run(model, channels, names) if moves else [],
+        "not_run": not_run,
         "kept_before": kept[0],
         "kept_after": kept[1],
         "finished": kept[2],
@@ -250,8 +254,27 @@ def _why(choice: Choice, spans: Spans | None, captured: Captured) -> str:
     return "no better order was found"
 
 
+def _trace_training_(
+    channels: Channels,
+    model: nn.Module,
+    example: Any,
+    forward: Forward | None,
+    not_run: Sequence[str],
+    names: Mapping[int, str],
+) -> bool:
+    """Trace what layers read that only run in training, such as auxiliary heads; False if some still do not run."""
+    training = clone(model)
+    for module in training.modules():  # containers take their training branch; nothing is random or tracks statistics
+        module.training = not isinstance(module, _BatchNorm | nn.modules.dropout._DropoutNd)
+    try:
+        channels.add(capture(training, example, forward, keep_modes=True))
+    except ModelError:
+        return False
+    return not _not_run(model, channels, names)
+
+
 def _not_run(model: nn.Module, channels: Channels, names: Mapping[int, str]) -> list[str]:
-    """Layers outside the captured graph, such as auxiliary heads: in training they would read moved channels."""
+    """Layers outside the captured graph, such as auxiliary heads."""
     known = {tensor for (tensor, _), _ in channels.items()}
     layers = [(name, module._parameters.get("weight")) for name, module in model.named_modules() if kind_of(module)]
     return [name for name, weight in layers if weight is not None and names[id(weight)] not in known]

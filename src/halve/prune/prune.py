@@ -45,7 +45,7 @@ def prune(
         recalibrate: Also measure BatchNorm statistics on `data` with the masks applied, and store them with the masks.
             "reconstruct" then chooses masks that are better with such statistics, and worse without. Default: False.
         permute: Search for channel orders in which blocks keep more of the score. Masks still refer to the checkpoint;
-            `apply(permute=True)` moves the channels. Default: False.
+            `apply` moves the channels. Default: False.
         permute_seconds: Time limit of that search. Default: 120.
         example: A batch to capture the model's structure on, with any content (default: the first of `data`).
         seed: Seed for "random" and all sampling. Default: 0.

@@ -11,7 +11,7 @@ from torch.fx import Node
 
 from halve.graph import Captured, Part
 from halve.permute.trace import layers, operations
-from halve.permute.trace.axes import Spans, resolved
+from halve.permute.trace.axes import Spans, pin, resolved
 from halve.permute.trace.values import Values
 
 _RULES = layers.RULES | operations.RULES
@@ -34,8 +34,17 @@ class Channels:
 
     def __init__(self, captured: Captured) -> None:
         self._dims: dict[tuple[str, int], Spans] = {}
+        self.add(captured)
+
+    def add(self, captured: Captured) -> None:
+        """Also hold for another graph of the same model: what it ties or pins, stays tied or pinned."""
         for part in captured.parts:
             _walk(part, self._dims)
+
+    def pin(self, reason: str) -> None:
+        """Let no channel move."""
+        for spans in self._dims.values():
+            pin(spans, reason)
 
     def along(self, tensor: str, dim: int) -> Spans | None:
         """The spans along one dimension of a parameter or buffer, or None if it has no known channels."""
