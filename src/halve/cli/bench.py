@@ -14,6 +14,7 @@ from halve.bench.systems import SYSTEMS
 from halve.cli import options as o
 from halve.cli import progress, show
 from halve.cli.compile import show_plan
+from halve.cli.output import Output, reads
 from halve.masks.storage import write_atomically
 
 ON_GPU, ON_CPU = (1, 32, 256), (1, 8)  # batch sizes
@@ -47,7 +48,7 @@ def bench(
     \b
     halve bench torchvision:resnet50 --batch 1 --batch 256 --plan
     """
-    path = None if out is None else o.writable(out)
+    output = None if out is None else Output.open(out, reads(MODEL=model, weights=weights, masks=masks))
     wanted = o.type_of(dtype)
     opened = o.open_model(model, weights, device, size)
     if masks is None:
@@ -69,8 +70,9 @@ def bench(
         "measurements": records.records(found, model, computed, opened.device),
         "layers": records.layer_records(found, model, computed, opened.device),
     }
-    if path is not None:
-        write_atomically(path, (json_.dumps(results, indent=1) + "\n").encode())
+    if output is not None:
+        text = json_.dumps(results, indent=1) + "\n"
+        output.write(lambda path: write_atomically(path, text.encode()))
     if json:
         show.as_json(results)
     else:

@@ -10,6 +10,7 @@ import typer
 import halve
 from halve.cli import options as o
 from halve.cli import show
+from halve.cli.output import Output, reads
 from halve.engine.plan import COLUMNS, Entry
 
 
@@ -37,7 +38,7 @@ def compile(
     \b
     halve compile torchvision:resnet50 --masks masks.safetensors --batch 1 --batch 32 --out resnet50.pt2
     """
-    path = o.writable(out)
+    output = Output.open(out, reads(MODEL=model, weights=weights, masks=masks))
     wanted = o.type_of(dtype)
     opened = o.open_model(model, weights, device, size)
     computed = wanted or (torch.float16 if opened.device.type == "cuda" else torch.float32)
@@ -52,7 +53,7 @@ def compile(
         any_size=any_size,
         on_changed=on_changed,  # type: ignore[arg-type]
     )
-    fast.save(path)
+    path = output.write(fast.save)
     if json:
         show.as_json({"file": str(path), "bytes": path.stat().st_size, "plan": fast.plan.as_json()})
         return

@@ -10,6 +10,7 @@ import typer
 import halve
 from halve.cli import options as o
 from halve.cli import progress, show
+from halve.cli.output import Output, reads
 from halve.cli.signature import derived, with_options
 from halve.errors import LearningError
 from halve.learn.run_state import SUFFIX as LEARNING_SUFFIX
@@ -69,8 +70,15 @@ def learn(
     \b
     halve learn zoo.py:net --weights net.safetensors --data photos/ --minutes 5
     """
-    path = o.writable(out or o.default_masks_path(model, weights))
+    path = out or o.default_masks_path(model, weights)
     state = given.pop("run_state") or path.with_name(path.name.removesuffix(SUFFIX) + LEARNING_SUFFIX)
+    log = given["log"]
+    inputs = reads(MODEL=model, weights=weights, data=data, classes=classes, drop_data=given["drop_data"])
+    inputs |= reads(start=given["start"])
+    output = Output.open(path, inputs | reads(run_state=state, log=log))
+    Output.open(state, inputs | reads(log=log), option="--run-state")
+    if log is not None:
+        Output.open(log, inputs, option="--log")
     opened = o.open_model(model, weights, device, size, resize, mean, std)
     reading: dict[str, Any] = {"batch": batch, "workers": workers, "classes_file": classes, "relabel": True}
     source = opened.data(data, **reading, limit=images, shuffle=True, seed=seed)
@@ -96,7 +104,7 @@ def learn(
     if recalibrate and not interrupted:
         masks = halve.recalibrate(opened.model, masks, source.loader, progress=progress.track)
     if int(os.environ.get("RANK", "0")) == 0:
-        masks.with_recipe(source=opened.source.spec, weights=opened.source.weights, data=data).save(path)
+        output.write(masks.with_recipe(source=opened.source.spec, weights=opened.source.weights, data=data).save)
         if interrupted:
             show.note(f"{path} holds the masks learned so far; the same command with --resume continues from {state}")
         else:

@@ -9,6 +9,7 @@ import typer
 import halve
 from halve.cli import options as o
 from halve.cli import show
+from halve.cli.output import Output, reads
 from halve.masks import file, packed, storage
 from halve.masks.mask import MaskSet
 from halve.sources.weights import save_state
@@ -30,10 +31,11 @@ def apply(
     \b
     halve apply zoo.py:net --weights net.safetensors --masks net.masks.safetensors --out sparse.safetensors
     """
+    output = Output.open(out, reads(MODEL=model, weights=weights, masks=masks))
     opened = o.open_model(model, weights, "cpu")
     read = halve.load(masks)
     sparse = halve.apply(opened.model, read, permute=permute, on_changed=on_changed)  # type: ignore[arg-type]
-    path = save_state(sparse.state_dict(), out)
+    path = output.write(lambda path: save_state(sparse.state_dict(), path))
     zeros = sum(int((p == 0).sum()) for p in sparse.parameters())
     total = sum(p.numel() for p in sparse.parameters())
     if json:
@@ -98,9 +100,13 @@ def pack(
     \b
     halve pack zoo.py:net --weights net.safetensors --masks net.masks.safetensors --out net.packed.safetensors
     """
+    output = Output.open(out, reads(MODEL=model, weights=weights, masks=masks))
     chosen = o.type_of(dtype)
     opened = o.open_model(model, weights, "cpu")
-    path = halve.pack(opened.model, halve.load(masks), out, dtype=chosen, on_changed=on_changed)  # type: ignore[arg-type]
+    read = halve.load(masks)
+    path = output.write(
+        lambda path: halve.pack(opened.model, read, path, dtype=chosen, on_changed=on_changed)  # type: ignore[arg-type]
+    )
     dense = sum(
         value.numel() * (chosen.itemsize if chosen and value.is_floating_point() else value.element_size())
         for value in opened.model.state_dict().values()
@@ -123,10 +129,12 @@ def unpack(
     \b
     halve unpack net.packed.safetensors --out sparse.safetensors
     """
+    output = Output.open(out, reads(FILE=path))
+    also = masks_out and Output.open(masks_out, reads(FILE=path, out=out), option="--masks-out")
     state, masks = halve.unpack(path)
-    written = [save_state(state, out)]
-    if masks_out is not None:
-        written.append(masks.save(masks_out))
+    written = [output.write(lambda path: save_state(state, path))]
+    if also is not None:
+        written.append(also.write(masks.save))
     if json:
         show.as_json({"files": [str(p) for p in written], "tensors": len(state), "layers": len(masks)})
         return

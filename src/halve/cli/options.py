@@ -9,7 +9,7 @@ import torch
 import typer
 
 from halve.cli.show import note
-from halve.errors import FileError, OptionError, SourceError, first_line
+from halve.errors import OptionError, SourceError, first_line
 from halve.masks.file import SUFFIX
 from halve.select.select import SelectOptions
 from halve.sources.data import IMAGENET_MEAN, IMAGENET_STD, Data, Preprocessing, load_data
@@ -182,16 +182,6 @@ def default_masks_path(model: str, weights: Path | None) -> Path:
         ending = next((ending for ending in endings if weights.name.endswith(ending)), "")
         return weights.with_name(weights.name.removesuffix(ending) + SUFFIX)
     return Path(model.rpartition(":")[2].partition("@")[0] + SUFFIX)
-
-
-def writable(path: Path) -> Path:
-    """Return the path if a file can be written there, so that a mistake shows before the work is done."""
-    folder = path.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK) or path.is_dir():
-        raise FileError(
-            f"cannot write {path}: {folder} is not a writable folder, or {path.name} is a folder; choose another --out"
-        )
-    return path
 
 
 def type_of(name: str | None) -> torch.dtype | None:
