@@ -164,7 +164,7 @@ def test_a_full_disk_exits_with_2_and_keeps_the_old_file(halve, folder, monkeypa
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (600, limits[1]))
     try:
-        result = halve("prune", "zoo.py:net", "--weights", "net.safetensors", code=2)
+        result = halve("prune", "zoo.py:net", "--weights", "net.safetensors", "--force", code=2)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert result.out == ""

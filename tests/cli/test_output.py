@@ -5,7 +5,7 @@ import pytest
 import typer
 
 from halve.cli import app
-from halve.cli.output import Output, reads
+from halve.cli.output import MASKS, Output, reads
 from halve.errors import FileError
 
 ONE = ("--steps", "1", "--batch", "8", "--no-permute")
@@ -59,7 +59,7 @@ def test_no_command_writes_to_a_file_that_it_reads(halve, everything, command, o
             os.link(file, "hard-link")
             paths.append("hard-link")
         for path in paths:
-            result = halve(*command, option, path, code=2)
+            result = halve(*command, option, path, "--force", code=2)
             assert result.err.startswith(f"error: cannot write {option} {Path(path)}: it is the same file as ")
             assert f"choose another {option}" in result.err
             assert result.out == ""
@@ -94,11 +94,115 @@ def test_a_tar_that_a_pattern_names_is_not_overwritten(tmp_path, monkeypatch):
         Path(f"shard-{i}.tar").write_bytes(b"images")
     for named in ("shard-{0..2}.tar", "shard-*.tar", "shard-1.tar", "."):
         with pytest.raises(FileError, match="same file as --data"):
-            Output.open(Path("shard-1.tar"), reads(data=named))
-    assert Output.open(Path("shard-3.tar"), reads(data="shard-*.tar")).path == Path("shard-3.tar")
+            Output.open(Path("shard-1.tar"), MASKS, reads(data=named), True)
+    assert Output.open(Path("shard-3.tar"), MASKS, reads(data="shard-*.tar"), False).path == Path("shard-3.tar")
 
 
 def test_an_output_needs_a_folder_that_can_be_written_to(tmp_path):
     for path in (tmp_path / "nothing" / "x", tmp_path):
         with pytest.raises(FileError, match="is not a writable folder"):
-            Output.open(path, {})
+            Output.open(path, MASKS, {}, True)
+
+
+PRODUCES = {
+    "masks": (("prune", *NET), "--out"),
+    "sparse": (APPLY, "--out"),
+    "packed": (("pack", *APPLY[1:]), "--out"),
+    "compiled": (("compile", *APPLY[1:], "--size", "8"), "--out"),
+    "results": (
+        ("bench", *APPLY[1:], "--size", "8", "--batch", "1", "--systems", "eager", "--seconds", "0.01"),
+        "--out",
+    ),
+    "log": ((*LEARN, "--out", "learned"), "--log"),
+}
+COMPILES = pytest.mark.filterwarnings("ignore:running dense")
+
+
+@COMPILES
+def test_an_output_is_replaced_by_its_own_kind_and_anything_else_only_by_force(halve, everything):
+    for name, (command, option) in PRODUCES.items():
+        halve(*command, option, name)
+    for name, (command, option) in PRODUCES.items():
+        halve(*command, option, name)  # an older result of the same kind
+        others = [*(other for other in PRODUCES if other != name), "net.safetensors.bak", "notes.txt", "list.json"]
+        Path("net.safetensors.bak").write_bytes(Path("net.safetensors").read_bytes())
+        Path("notes.txt").write_text("mine")
+        Path("list.json").write_text("[1]")
+        for other in others:
+            before = Path(other).read_bytes()
+            result = halve(*command, option, other, code=2)
+            assert f"error: cannot write {option} {other}: the file exists and is not a " in result.err
+            assert "with --force" in result.err
+            assert result.out == ""
+            assert Path(other).read_bytes() == before
+        halve(*command, option, "notes.txt", "--force")
+        assert Path("notes.txt").read_bytes() != b"mine"
+        Path("notes.txt").write_bytes(b"")  # nothing to lose
+        halve(*command, option, "notes.txt")
+
+
+def test_unpack_replaces_what_apply_wrote_and_masks_by_masks(halve, everything):
+    halve(*APPLY, "--out", "sparse")
+    unpack = ("unpack", "net.packed.safetensors", "--out", "sparse", "--masks-out")
+    halve(*unpack, "net.masks.safetensors")
+    assert (
+        "--masks-out net.safetensors: the file exists and is not a mask file"
+        in halve(*unpack, "net.safetensors", code=2).err
+    )
+
+
+def test_a_run_state_replaces_nothing_not_even_by_force(halve, folder):
+    before = (folder / "notes.txt").write_text("mine")
+    for more in ((), ("--force",)):
+        result = halve(*LEARN, "--run-state", "notes.txt", *more, code=2)
+        assert "cannot write --run-state notes.txt: the file exists and is not a run state" in result.err
+        assert "--force" not in result.err
+    assert (folder / "notes.txt").stat().st_size == before
+
+
+def test_a_link_stays_a_link_and_permissions_stay(halve, net, masks, folder):
+    (folder / "real").mkdir()
+    (folder / masks).chmod(0o640)
+    (folder / masks).rename(folder / "real" / "x")
+    (folder / masks).symlink_to("real/x")
+    before = (folder / "real" / "x").read_bytes()
+    halve("prune", *net, "--score", "random")
+    assert (folder / masks).is_symlink()
+    assert (folder / "real" / "x").read_bytes() != before
+    assert (folder / "real" / "x").stat().st_mode & 0o777 == 0o640
+
+
+def test_a_write_protected_file_is_replaced_only_by_force(halve, net, masks, folder):
+    (folder / masks).chmod(0o444)
+    assert "it is write-protected" in halve("prune", *net, code=2).err
+    halve("prune", *net, "--force")
+
+
+@pytest.mark.parametrize("command", ["prune", "learn"])
+def test_a_device_is_not_replaced(halve, folder, command):
+    options = ("--data", "photos", *ONE) if command == "learn" else ()
+    assert "is not a regular file" in halve(command, *NET, *options, "--out", "/dev/null", "--force", code=2).err
+    assert not Path("/dev/null").is_file()
+
+
+def test_a_log_may_go_to_a_device(halve, folder):
+    halve(*LEARN, "--log", "/dev/null")
+    assert not Path("/dev/null").is_file()
+
+
+def test_the_log_of_the_last_run_stays_until_the_next_one_has_something_to_tell(halve, folder):
+    halve(*LEARN, "--log", "run.jsonl")
+    before = (folder / "run.jsonl").read_bytes()
+    unlabelled = ("learn", *NET, "--data", "photos/ant", *ONE, "--objective", "task")
+    assert "needs labels" in halve(*unlabelled, "--log", "run.jsonl", "--run-state", "x", code=2).err
+    assert (folder / "run.jsonl").read_bytes() == before
+    halve(*LEARN, "--log", "run.jsonl", "--seed", "1")
+    assert len((folder / "run.jsonl").read_text().splitlines()) == 1
+
+
+def test_a_file_that_appears_while_the_command_works_is_kept(tmp_path):
+    output = Output.open(tmp_path / "x", MASKS, {}, False)
+    (tmp_path / "x").write_text("mine")
+    with pytest.raises(FileError, match="not a mask file"):
+        output.write(lambda path: path.write_text("masks"))
+    assert (tmp_path / "x").read_text() == "mine"

@@ -14,7 +14,7 @@ from halve.bench.systems import SYSTEMS
 from halve.cli import options as o
 from halve.cli import progress, show
 from halve.cli.compile import show_plan
-from halve.cli.output import Output, reads
+from halve.cli.output import RESULTS, Output, reads
 from halve.masks.storage import write_atomically
 
 ON_GPU, ON_CPU = (1, 32, 256), (1, 8)  # batch sizes
@@ -38,6 +38,7 @@ def bench(
     out: Annotated[Path | None, typer.Option(help="Also write the measurements to this file, as JSON.")] = None,
     device: o.Device = "auto",
     on_changed: o.OnChanged = "warn",
+    force: o.Force = False,
     json: o.Json = False,
 ) -> None:
     """Measure how fast the masked network runs, compiled by halve and by other systems.
@@ -48,7 +49,8 @@ def bench(
     \b
     halve bench torchvision:resnet50 --batch 1 --batch 256 --plan
     """
-    output = None if out is None else Output.open(out, reads(MODEL=model, weights=weights, masks=masks))
+    inputs = reads(MODEL=model, weights=weights, masks=masks)
+    output = None if out is None else Output.open(out, RESULTS, inputs, force)
     wanted = o.type_of(dtype)
     opened = o.open_model(model, weights, device, size)
     if masks is None:

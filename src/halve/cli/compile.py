@@ -10,7 +10,7 @@ import typer
 import halve
 from halve.cli import options as o
 from halve.cli import show
-from halve.cli.output import Output, reads
+from halve.cli.output import COMPILED, Output, reads
 from halve.engine.plan import COLUMNS, Entry
 
 
@@ -29,6 +29,7 @@ def compile(
         bool, typer.Option("--any-size", help="Accept other image sizes than --size, if the model does.")
     ] = False,
     on_changed: o.OnChanged = "warn",
+    force: o.Force = False,
     json: o.Json = False,
 ) -> None:
     """Compile the masked network for inference, and save it with its plan and packed weights.
@@ -38,7 +39,7 @@ def compile(
     \b
     halve compile torchvision:resnet50 --masks masks.safetensors --batch 1 --batch 32 --out resnet50.pt2
     """
-    output = Output.open(out, reads(MODEL=model, weights=weights, masks=masks))
+    output = Output.open(out, COMPILED, reads(MODEL=model, weights=weights, masks=masks), force)
     wanted = o.type_of(dtype)
     opened = o.open_model(model, weights, device, size)
     computed = wanted or (torch.float16 if opened.device.type == "cuda" else torch.float32)

@@ -10,7 +10,7 @@ import typer
 import halve
 from halve.cli import options as o
 from halve.cli import progress, show
-from halve.cli.output import Output, reads
+from halve.cli.output import LOG, MASKS, RUN_STATE, Output, reads
 from halve.cli.signature import derived, with_options
 from halve.errors import LearningError
 from halve.learn.run_state import SUFFIX as LEARNING_SUFFIX
@@ -60,6 +60,7 @@ def learn(
     std: o.Std = None,
     workers: o.Workers = None,
     device: o.Device = "auto",
+    force: o.Force = False,
     json: o.Json = False,
     **given: Any,
 ) -> None:
@@ -75,10 +76,10 @@ def learn(
     log = given["log"]
     inputs = reads(MODEL=model, weights=weights, data=data, classes=classes, drop_data=given["drop_data"])
     inputs |= reads(start=given["start"])
-    output = Output.open(path, inputs | reads(run_state=state, log=log))
-    Output.open(state, inputs | reads(log=log), option="--run-state")
+    output = Output.open(path, MASKS, inputs | reads(run_state=state, log=log), force)
+    Output.open(state, RUN_STATE, inputs | reads(log=log), None, option="--run-state")
     if log is not None:
-        Output.open(log, inputs, option="--log")
+        Output.open(log, LOG, inputs, force, option="--log")
     opened = o.open_model(model, weights, device, size, resize, mean, std)
     reading: dict[str, Any] = {"batch": batch, "workers": workers, "classes_file": classes, "relabel": True}
     source = opened.data(data, **reading, limit=images, shuffle=True, seed=seed)

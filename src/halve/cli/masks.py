@@ -9,7 +9,7 @@ import typer
 import halve
 from halve.cli import options as o
 from halve.cli import show
-from halve.cli.output import Output, reads
+from halve.cli.output import MASKS, PACKED, SPARSE_CHECKPOINT, Output, reads
 from halve.masks import file, packed, storage
 from halve.masks.mask import MaskSet
 from halve.sources.weights import save_state
@@ -24,6 +24,7 @@ def apply(
         bool, typer.Option(help="Move channels so that every block is contiguous, for masks with channel orders.")
     ] = False,
     on_changed: o.OnChanged = "warn",
+    force: o.Force = False,
     json: o.Json = False,
 ) -> None:
     """Write a checkpoint with the masks applied: same names and shapes, zeros where weights are dropped.
@@ -31,11 +32,11 @@ def apply(
     \b
     halve apply zoo.py:net --weights net.safetensors --masks net.masks.safetensors --out sparse.safetensors
     """
-    output = Output.open(out, reads(MODEL=model, weights=weights, masks=masks))
+    output = Output.open(out, SPARSE_CHECKPOINT, reads(MODEL=model, weights=weights, masks=masks), force)
     opened = o.open_model(model, weights, "cpu")
     read = halve.load(masks)
     sparse = halve.apply(opened.model, read, permute=permute, on_changed=on_changed)  # type: ignore[arg-type]
-    path = output.write(lambda path: save_state(sparse.state_dict(), path))
+    path = output.write(lambda path: save_state(sparse.state_dict(), path, "halve apply"))
     zeros = sum(int((p == 0).sum()) for p in sparse.parameters())
     total = sum(p.numel() for p in sparse.parameters())
     if json:
@@ -93,6 +94,7 @@ def pack(
     weights: o.Weights = None,
     dtype: Annotated[str | None, typer.Option(help=f"Cast to one of {', '.join(o.DTYPES)} first.")] = None,
     on_changed: o.OnChanged = "warn",
+    force: o.Force = False,
     json: o.Json = False,
 ) -> None:
     """Write a packed checkpoint: only kept values and their indices, about 56 % of the dense size in fp16.
@@ -100,7 +102,7 @@ def pack(
     \b
     halve pack zoo.py:net --weights net.safetensors --masks net.masks.safetensors --out net.packed.safetensors
     """
-    output = Output.open(out, reads(MODEL=model, weights=weights, masks=masks))
+    output = Output.open(out, PACKED, reads(MODEL=model, weights=weights, masks=masks), force)
     chosen = o.type_of(dtype)
     opened = o.open_model(model, weights, "cpu")
     read = halve.load(masks)
@@ -122,6 +124,7 @@ def unpack(
     path: Annotated[Path, typer.Argument(metavar="FILE", help="A packed checkpoint.")],
     out: o.Out,
     masks_out: Annotated[Path | None, typer.Option(help="Also write the masks to this file.")] = None,
+    force: o.Force = False,
     json: o.Json = False,
 ) -> None:
     """Convert a packed checkpoint into an ordinary one with zeros, without loss.
@@ -129,10 +132,11 @@ def unpack(
     \b
     halve unpack net.packed.safetensors --out sparse.safetensors
     """
-    output = Output.open(out, reads(FILE=path))
-    also = masks_out and Output.open(masks_out, reads(FILE=path, out=out), option="--masks-out")
+    output, also = Output.open(out, SPARSE_CHECKPOINT, reads(FILE=path), force), None
+    if masks_out is not None:
+        also = Output.open(masks_out, MASKS, reads(FILE=path, out=out), force, option="--masks-out")
     state, masks = halve.unpack(path)
-    written = [output.write(lambda path: save_state(state, path))]
+    written = [output.write(lambda path: save_state(state, path, "halve unpack"))]
     if also is not None:
         written.append(also.write(masks.save))
     if json:

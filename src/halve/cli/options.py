@@ -25,6 +25,12 @@ OptionalData = Annotated[
 ]
 Out = Annotated[Path, typer.Option(help="File to write.")]
 OptionalOut = Annotated[Path | None, typer.Option(help="File to write; by default beside the checkpoint.")]
+Force = Annotated[
+    bool,
+    typer.Option(
+        "--force", help="Replace an existing file, whatever it is; otherwise only an older result of the same kind."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...; by default a GPU if there is one.")]
 Images = Annotated[int | None, typer.Option(help="Use at most this many images, chosen at random.")]

@@ -2,19 +2,25 @@
 
 A command opens its outputs before it does any work, in one line each, so that a mistake shows at once:
 
-    output = Output.open(out, reads(MODEL=model, weights=weights))
+    output = Output.open(out, MASKS, reads(MODEL=model, weights=weights), force)
     ...
     output.write(masks.save)
 """
 
 import contextlib
+import json
 import os
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+from halve.engine.saved import is_compiled
 from halve.errors import DataError, FileError
+from halve.learn import run_state
+from halve.masks import file, packed, storage
 from halve.sources.images import ENDINGS, expand
+from halve.sources.weights import made_by
 
 Inputs = Mapping[str, list[Path]]  # files and folders, by the option that names them
 
@@ -42,28 +48,70 @@ def _named(text: str) -> list[Path]:
 
 
 @dataclass(frozen=True)
+class Kind:
+    """A kind of result, and how to tell whether a file is one. A stream may also go to a pipe or a terminal."""
+
+    name: str
+    is_kind: Callable[[Path], bool]
+    stream: bool = False
+
+    @classmethod
+    def of(cls, format_: storage.Format) -> "Kind":
+        return cls(format_.kind, lambda path: storage.format_of(path) == format_.name)
+
+
+def _checkpoint(*commands: str) -> Kind:
+    return Kind(f"checkpoint by '{' or '.join(commands)}'", lambda path: made_by(path) in commands)
+
+
+def _is_results(path: Path) -> bool:
+    found = json.loads(path.read_bytes())
+    return isinstance(found, dict) and {"measurements", "layers"} <= found.keys()
+
+
+def _is_log(path: Path) -> bool:
+    with path.open("rb") as log:
+        first = json.loads(log.readline(1 << 16))
+    return isinstance(first, dict) and {"step", "loss"} <= first.keys()
+
+
+MASKS, PACKED, RUN_STATE = map(Kind.of, (file.FORMAT, packed.FORMAT, run_state.FORMAT))
+COMPILED = Kind("compiled network", is_compiled)
+SPARSE_CHECKPOINT = _checkpoint("halve apply", "halve unpack")
+DEMO_CHECKPOINT = _checkpoint("halve demo")
+RESULTS = Kind("result of 'halve bench'", _is_results)
+LOG = Kind("log of 'halve learn'", _is_log, stream=True)
+
+
+@dataclass(frozen=True)
 class Output:
-    """A file to write. `option` names it on the command line."""
+    """A file to write, of a kind. `option` names it on the command line."""
 
     path: Path
+    kind: Kind
+    force: bool | None
     option: str
 
     @classmethod
-    def open(cls, path: Path, inputs: Inputs, *, option: str = "--out") -> "Output":
-        """Check that a file can be written, and that it is none of those that the command reads.
+    def open(cls, path: Path, kind: Kind, inputs: Inputs, force: bool | None, *, option: str = "--out") -> "Output":
+        """Check that a file can be written, and that nothing is lost by it but an older result of the same kind.
 
         Args:
             path: The file. A symbolic link is followed.
+            kind: What will be written.
             inputs: What the command reads, and its other outputs; see `reads`. They are never overwritten.
+            force: Whether to replace a file of another kind; None if the command cannot.
             option: The option that names the file, for messages. Default: "--out".
         """
-        output = cls(path, option)
-        output._check_place()
+        output = cls(path, kind, force, option)
         output._check_inputs(inputs)
+        output._check_place()
+        output._check_old()
         return output
 
     def write(self, save: Callable[[Path], object]) -> Path:
         """Write the file with a function that takes its path and writes atomically."""
+        self._check_old()  # again: it may have appeared since
         save(self.path)
         return self.path
 
@@ -72,17 +120,42 @@ class Output:
         return Path(os.path.realpath(self.path))
 
     def _check_place(self) -> None:
+        if self._is_stream:
+            return
         folder = self._target.parent
         if not folder.is_dir() or not os.access(folder, os.W_OK) or self.path.is_dir():
             raise self._refused(f"{folder} is not a writable folder, or {self.path.name} is a folder")
+        if self.path.exists() and not self.path.is_file():
+            raise self._refused("it is not a regular file")
+
+    def _check_old(self) -> None:
+        if self.force or self._is_stream or not self.path.exists():
+            return
+        status = self.path.stat()
+        if not status.st_mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH):
+            raise self._refused("it is write-protected", forcible=True)
+        if status.st_size and not self._is_older_result():
+            raise self._refused(f"the file exists and is not a {self.kind.name}", forcible=True)
+
+    def _is_older_result(self) -> bool:
+        try:
+            return self.kind.is_kind(self.path)
+        except (OSError, ValueError, RecursionError):  # FileError among them
+            return False
+
+    @property
+    def _is_stream(self) -> bool:
+        return self.kind.stream and self.path.exists() and not self.path.is_file() and not self.path.is_dir()
 
     def _check_inputs(self, inputs: Inputs) -> None:
         for option, paths in inputs.items():
             if any(_same_file(self.path, path) for path in paths):
                 raise self._refused(f"it is the same file as {option} {paths[0]}")
 
-    def _refused(self, why: str) -> FileError:
-        return FileError(f"cannot write {self.option} {self.path}: {why}; choose another {self.option}")
+    def _refused(self, why: str, forcible: bool = False) -> FileError:
+        forced = ", or replace it with --force" if forcible and self.force is not None else ""
+        advice = f"choose another {self.option}{forced}"
+        return FileError(f"cannot write {self.option} {self.path}: {why}; {advice}")
 
 
 def _same_file(output: Path, path: Path) -> bool:

@@ -7,7 +7,7 @@ import typer
 import halve
 from halve.cli import options as o
 from halve.cli import progress, show
-from halve.cli.output import Output, reads
+from halve.cli.output import MASKS, Output, reads
 from halve.errors import DataError
 from halve.prune.scores import SCORES
 
@@ -40,6 +40,7 @@ def prune(
     std: o.Std = None,
     workers: o.Workers = None,
     device: o.Device = "auto",
+    force: o.Force = False,
     json: o.Json = False,
 ) -> None:
     """Choose masks by a score, without learning, and write them to a file beside the checkpoint.
@@ -50,7 +51,8 @@ def prune(
     needs_data = score in SCORES and SCORES[score].needs_data
     if data is None and (recalibrate or needs_data):
         raise DataError(f"{'--recalibrate' if recalibrate else f'--score {score}'} needs images: pass --data")
-    output = Output.open(out or o.default_masks_path(model, weights), reads(MODEL=model, weights=weights, data=data))
+    path = out or o.default_masks_path(model, weights)
+    output = Output.open(path, MASKS, reads(MODEL=model, weights=weights, data=data), force)
     opened = o.open_model(model, weights, device, size, resize, mean, std)
     batches = None
     if data is not None:
@@ -67,7 +69,7 @@ def prune(
         progress=progress.track,
         **o.selection(pattern, include, exclude, also, order, remainder),
     ).with_recipe(source=opened.source.spec, weights=opened.source.weights, data=data)
-    path = output.write(masks.save)
+    output.write(masks.save)
     permuted = masks.recipe["permute"]
     if json:
         show.as_json(show.described(masks, path) | ({"permute": permuted} if permuted else {}))
