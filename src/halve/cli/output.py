@@ -25,6 +25,11 @@ from halve.sources.weights import made_by
 Inputs = Mapping[str, list[Path]]  # files and folders, by the option that names them
 
 
+def is_first_rank() -> bool:
+    """Whether this is the process that writes; under torchrun there are others."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
 def reads(**given: str | Path | None) -> dict[str, list[Path]]:
     """Return the files that options of a command name; arguments are written in capitals.
 
