@@ -1,13 +1,20 @@
 import os
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import typer
 
-from halve.cli import app
+from halve.cli import app, output
 from halve.cli.output import MASKS, Output, reads
 from halve.errors import FileError
+from tests.processes import environment
 
+COMMAND = SimpleNamespace(call_on_close=lambda release: release())  # a command that ends at once
 ONE = ("--steps", "1", "--batch", "8", "--no-permute")
 
 
@@ -94,14 +101,16 @@ def test_a_tar_that_a_pattern_names_is_not_overwritten(tmp_path, monkeypatch):
         Path(f"shard-{i}.tar").write_bytes(b"images")
     for named in ("shard-{0..2}.tar", "shard-*.tar", "shard-1.tar", "."):
         with pytest.raises(FileError, match="same file as --data"):
-            Output.open(Path("shard-1.tar"), MASKS, reads(data=named), True)
-    assert Output.open(Path("shard-3.tar"), MASKS, reads(data="shard-*.tar"), False).path == Path("shard-3.tar")
+            Output.open(COMMAND, Path("shard-1.tar"), MASKS, reads(data=named), True)
+    assert Output.open(COMMAND, Path("shard-3.tar"), MASKS, reads(data="shard-*.tar"), False).path == Path(
+        "shard-3.tar"
+    )
 
 
 def test_an_output_needs_a_folder_that_can_be_written_to(tmp_path):
     for path in (tmp_path / "nothing" / "x", tmp_path):
         with pytest.raises(FileError, match="is not a writable folder"):
-            Output.open(path, MASKS, {}, True)
+            Output.open(COMMAND, path, MASKS, {}, True)
 
 
 PRODUCES = {
@@ -201,8 +210,74 @@ def test_the_log_of_the_last_run_stays_until_the_next_one_has_something_to_tell(
 
 
 def test_a_file_that_appears_while_the_command_works_is_kept(tmp_path):
-    output = Output.open(tmp_path / "x", MASKS, {}, False)
+    made = Output.open(COMMAND, tmp_path / "x", MASKS, {}, False)
     (tmp_path / "x").write_text("mine")
     with pytest.raises(FileError, match="not a mask file"):
-        output.write(lambda path: path.write_text("masks"))
+        made.write(lambda path: path.write_text("masks"))
     assert (tmp_path / "x").read_text() == "mine"
+
+
+@pytest.fixture
+def running(folder):
+    """A run that is busy with its images, in another process; its lock and the part of a file that it was writing."""
+    command = ("prune", "zoo.py:slow", "--data", "photos", "--score", "wanda", "--out", "x.masks.safetensors")
+    process = subprocess.Popen(
+        [sys.executable, "-m", "halve", *command], cwd=folder, env=environment(), stderr=subprocess.DEVNULL
+    )
+    deadline = time.monotonic() + 60
+    while not (folder / "running").exists():
+        assert process.poll() is None
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    yield process
+    process.kill()
+    process.wait()
+
+
+def test_a_second_run_is_refused_at_its_start_and_a_killed_one_blocks_nobody(halve, net, folder, running):
+    (folder / "link").symlink_to("x.masks.safetensors")
+    part = folder / ".x.masks.safetensors.0123456789ab.part"
+    part.write_bytes(b"half")
+    mine = folder / ".x.masks.safetensors.mine.part"
+    mine.write_bytes(b"not by halve")
+    for command in (("prune", *net), LEARN):
+        for name in ("x.masks.safetensors", "link"):
+            result = halve(*command, "--out", name, code=2)
+            assert f"cannot write --out {name}: another run of halve is writing it; wait for it to end" in result.err
+            assert result.out == ""
+    assert part.exists()
+    running.send_signal(signal.SIGKILL)
+    running.wait()
+    assert (folder / ".x.masks.safetensors.lock").exists()
+    halve("prune", *net, "--out", "x.masks.safetensors")
+    assert not part.exists()
+    assert mine.read_bytes() == b"not by halve"
+    assert not list(folder.glob(".*.lock"))
+
+
+def test_a_lock_is_released_when_the_command_ends_also_by_an_error(halve, net, folder):
+    for _ in range(2):
+        halve("prune", *net, "--exclude", "*", code=2)
+        halve(*LEARN, "--log", "run.jsonl")
+    assert not list(folder.glob(".*"))
+
+
+def test_two_runs_with_one_run_state_or_one_log_are_refused(halve, folder):
+    held = []
+    command = SimpleNamespace(call_on_close=held.append)
+    Output.open(command, folder / "state", MASKS, {}, False)
+    for option in ("--run-state", "--log"):
+        assert f"{option} state: another run of halve is writing it" in halve(*LEARN, option, "state", code=2).err
+    held.pop()()
+    halve(*LEARN, "--log", "state")
+
+
+def test_only_the_first_process_of_several_takes_the_lock(tmp_path, monkeypatch):
+    command = SimpleNamespace(call_on_close=lambda release: pytest.fail("it must not lock"))
+    monkeypatch.setenv("RANK", "1")
+    Output.open(command, tmp_path / "x", MASKS, {}, False)
+
+
+def test_without_locks_in_the_system_commands_write_all_the_same(halve, net, folder, monkeypatch):
+    monkeypatch.setattr(output, "fcntl", None)
+    halve("prune", *net)

@@ -21,6 +21,7 @@ ON_GPU, ON_CPU = (1, 32, 256), (1, 8)  # batch sizes
 
 
 def bench(
+    context: typer.Context,
     model: o.Model,
     weights: o.Weights = None,
     masks: Annotated[Path | None, typer.Option(help="Mask file; by default masks are made by magnitude.")] = None,
@@ -50,7 +51,7 @@ def bench(
     halve bench torchvision:resnet50 --batch 1 --batch 256 --plan
     """
     inputs = reads(MODEL=model, weights=weights, masks=masks)
-    output = None if out is None else Output.open(out, RESULTS, inputs, force)
+    output = None if out is None else Output.open(context, out, RESULTS, inputs, force)
     wanted = o.type_of(dtype)
     opened = o.open_model(model, weights, device, size)
     if masks is None:

@@ -15,6 +15,7 @@ from halve.engine.plan import COLUMNS, Entry
 
 
 def compile(
+    context: typer.Context,
     model: o.Model,
     masks: o.Masks,
     out: Annotated[Path, typer.Option(help="File to write; halve.load_compiled reads it.")],
@@ -39,7 +40,7 @@ def compile(
     \b
     halve compile torchvision:resnet50 --masks masks.safetensors --batch 1 --batch 32 --out resnet50.pt2
     """
-    output = Output.open(out, COMPILED, reads(MODEL=model, weights=weights, masks=masks), force)
+    output = Output.open(context, out, COMPILED, reads(MODEL=model, weights=weights, masks=masks), force)
     wanted = o.type_of(dtype)
     opened = o.open_model(model, weights, device, size)
     computed = wanted or (torch.float16 if opened.device.type == "cuda" else torch.float32)

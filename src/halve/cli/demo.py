@@ -22,6 +22,7 @@ STEPS = 200
 
 
 def demo(
+    context: typer.Context,
     out: Annotated[Path, typer.Option(help="Folder for the files.")] = Path("demo-out"),
     seed: o.Seed = 0,
     force: o.Force = False,
@@ -39,9 +40,9 @@ def demo(
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise FileError(f"cannot create the folder {out}: {error.strerror}") from error
-    dense_output = Output.open(out / "digits.safetensors", DEMO_CHECKPOINT, {}, force)
-    mask_output = Output.open(out / "digits.masks.safetensors", MASKS, {}, force)
-    packed_output = Output.open(out / "digits.packed.safetensors", PACKED, {}, force)
+    dense_output = Output.open(context, out / "digits.safetensors", DEMO_CHECKPOINT, {}, force)
+    mask_output = Output.open(context, out / "digits.masks.safetensors", MASKS, {}, force)
+    packed_output = Output.open(context, out / "digits.packed.safetensors", PACKED, {}, force)
     model = train_digits(seed=seed, progress=progress.track)
     test = load_data("digits:test", batch_size=250).loader
     calibration = load_data("digits:train", batch_size=128, shuffle=True, seed=seed).loader

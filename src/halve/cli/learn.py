@@ -11,7 +11,7 @@ from halve.cli import options as o
 from halve.cli import progress, show
 from halve.cli.output import LOG, MASKS, RUN_STATE, Output, is_first_rank, reads
 from halve.cli.signature import derived, with_options
-from halve.errors import HalveError, LearningError
+from halve.errors import FileError, HalveError, LearningError
 from halve.learn.run_state import SUFFIX as LEARNING_SUFFIX
 from halve.learn.settings import LearnOptions
 from halve.masks.file import SUFFIX
@@ -36,6 +36,7 @@ _NOTES = {
 
 @with_options(derived(halve.learn, _HINTS, PYTHON_ONLY.keys() | _SHARED, _NOTES), after="out")
 def learn(
+    context: typer.Context,
     model: o.Model,
     data: o.DataPath,
     weights: o.Weights = None,
@@ -76,10 +77,10 @@ def learn(
     log = given["log"]
     inputs = reads(MODEL=model, weights=weights, data=data, classes=classes, drop_data=given["drop_data"])
     inputs |= reads(start=given["start"])
-    output = Output.open(path, MASKS, inputs | reads(run_state=state, log=log), force)
-    Output.open(state, RUN_STATE, inputs | reads(log=log), None, option="--run-state")
+    output = Output.open(context, path, MASKS, inputs | reads(run_state=state, log=log), force)
+    Output.open(context, state, RUN_STATE, inputs | reads(log=log), None, option="--run-state")
     if log is not None:
-        Output.open(log, LOG, inputs, force, option="--log")
+        Output.open(context, log, LOG, inputs, force, option="--log")
     opened = o.open_model(model, weights, device, size, resize, mean, std)
     reading: dict[str, Any] = {"batch": batch, "workers": workers, "classes_file": classes, "relabel": True}
     source = opened.data(data, **reading, limit=images, shuffle=True, seed=seed)
@@ -103,9 +104,13 @@ def learn(
         if not isinstance(error.masks, halve.MaskSet) or not is_first_rank():
             raise
         partial = path.with_name(path.name.removesuffix(SUFFIX) + PARTIAL_SUFFIX)
-        Output.open(partial, MASKS, inputs, force).write(error.masks.save)
+        try:
+            Output.open(context, partial, MASKS, inputs, force).write(error.masks.save)
+        except FileError as again:
+            raise LearningError(f"{error}; the masks learned so far were not saved: {again}", error.masks) from error
         unchanged = f"; {path} is unchanged" if path.exists() else ""
-        raise LearningError(f"{error}. They were saved to {partial}{unchanged}", error.masks) from error
+        saved = f"the masks learned so far were saved to {partial}{unchanged}"
+        raise LearningError(f"{error}; {saved}", error.masks) from error
     if is_first_rank():
         output.write(masks.with_recipe(source=opened.source.spec, weights=opened.source.weights, data=data).save)
         if interrupted:

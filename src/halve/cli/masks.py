@@ -16,6 +16,7 @@ from halve.sources.weights import save_state
 
 
 def apply(
+    context: typer.Context,
     model: o.Model,
     masks: o.Masks,
     out: o.Out,
@@ -32,7 +33,7 @@ def apply(
     \b
     halve apply zoo.py:net --weights net.safetensors --masks net.masks.safetensors --out sparse.safetensors
     """
-    output = Output.open(out, SPARSE_CHECKPOINT, reads(MODEL=model, weights=weights, masks=masks), force)
+    output = Output.open(context, out, SPARSE_CHECKPOINT, reads(MODEL=model, weights=weights, masks=masks), force)
     opened = o.open_model(model, weights, "cpu")
     read = halve.load(masks)
     sparse = halve.apply(opened.model, read, permute=permute, on_changed=on_changed)  # type: ignore[arg-type]
@@ -88,6 +89,7 @@ def inspect(
 
 
 def pack(
+    context: typer.Context,
     model: o.Model,
     masks: o.Masks,
     out: o.Out,
@@ -102,7 +104,7 @@ def pack(
     \b
     halve pack zoo.py:net --weights net.safetensors --masks net.masks.safetensors --out net.packed.safetensors
     """
-    output = Output.open(out, PACKED, reads(MODEL=model, weights=weights, masks=masks), force)
+    output = Output.open(context, out, PACKED, reads(MODEL=model, weights=weights, masks=masks), force)
     chosen = o.type_of(dtype)
     opened = o.open_model(model, weights, "cpu")
     read = halve.load(masks)
@@ -121,6 +123,7 @@ def pack(
 
 
 def unpack(
+    context: typer.Context,
     path: Annotated[Path, typer.Argument(metavar="FILE", help="A packed checkpoint.")],
     out: o.Out,
     masks_out: Annotated[Path | None, typer.Option(help="Also write the masks to this file.")] = None,
@@ -132,9 +135,9 @@ def unpack(
     \b
     halve unpack net.packed.safetensors --out sparse.safetensors
     """
-    output, also = Output.open(out, SPARSE_CHECKPOINT, reads(FILE=path), force), None
+    output, also = Output.open(context, out, SPARSE_CHECKPOINT, reads(FILE=path), force), None
     if masks_out is not None:
-        also = Output.open(masks_out, MASKS, reads(FILE=path, out=out), force, option="--masks-out")
+        also = Output.open(context, masks_out, MASKS, reads(FILE=path, out=out), force, option="--masks-out")
     state, masks = halve.unpack(path)
     written = [output.write(lambda path: save_state(state, path, "halve unpack"))]
     if also is not None:

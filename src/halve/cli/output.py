@@ -2,7 +2,7 @@
 
 A command opens its outputs before it does any work, in one line each, so that a mistake shows at once:
 
-    output = Output.open(out, MASKS, reads(MODEL=model, weights=weights), force)
+    output = Output.open(context, out, MASKS, reads(MODEL=model, weights=weights), force)
     ...
     output.write(masks.save)
 """
@@ -15,12 +15,19 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
+import typer
+
 from halve.engine.saved import is_compiled
 from halve.errors import DataError, FileError
 from halve.learn import run_state
 from halve.masks import file, packed, storage
 from halve.sources.images import ENDINGS, expand
 from halve.sources.weights import made_by
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 Inputs = Mapping[str, list[Path]]  # files and folders, by the option that names them
 
@@ -98,10 +105,22 @@ class Output:
     option: str
 
     @classmethod
-    def open(cls, path: Path, kind: Kind, inputs: Inputs, force: bool | None, *, option: str = "--out") -> "Output":
+    def open(
+        cls,
+        context: typer.Context,
+        path: Path,
+        kind: Kind,
+        inputs: Inputs,
+        force: bool | None,
+        *,
+        option: str = "--out",
+    ) -> "Output":
         """Check that a file can be written, and that nothing is lost by it but an older result of the same kind.
 
+        It is locked until the command ends: of two commands that write the same file, the second is refused here.
+
         Args:
+            context: The command that writes the file.
             path: The file. A symbolic link is followed.
             kind: What will be written.
             inputs: What the command reads, and its other outputs; see `reads`. They are never overwritten.
@@ -111,6 +130,9 @@ class Output:
         output = cls(path, kind, force, option)
         output._check_inputs(inputs)
         output._check_place()
+        if is_first_rank() and not output._is_stream:
+            context.call_on_close(output._lock())
+            storage.remove_parts(path)
         output._check_old()
         return output
 
@@ -123,6 +145,31 @@ class Output:
     @property
     def _target(self) -> Path:
         return Path(os.path.realpath(self.path))
+
+    def _lock(self) -> Callable[[], None]:
+        """Lock the file by another one beside it, since the file itself is replaced; returns what releases the lock.
+
+        The system releases the lock of a process that is killed.
+        """
+        path = self._target.with_name(f".{self._target.name}.lock")
+        while fcntl is not None:
+            try:
+                lock = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+            except OSError as error:
+                raise self._refused(f"{path} cannot be opened: {error.strerror}") from error
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(lock)
+                raise self._refused("another run of halve is writing it; wait for it to end") from None
+            except OSError:  # a file system without locks
+                os.close(lock)
+                _remove(path)
+                break
+            if _is_open_as(path, lock):
+                return lambda: _release(path, lock)
+            os.close(lock)  # its owner removed the file in between
+        return lambda: None
 
     def _check_place(self) -> None:
         if self._is_stream:
@@ -161,6 +208,23 @@ class Output:
         forced = ", or replace it with --force" if forcible and self.force is not None else ""
         advice = f"choose another {self.option}{forced}"
         return FileError(f"cannot write {self.option} {self.path}: {why}; {advice}")
+
+
+def _release(path: Path, lock: int) -> None:
+    _remove(path)  # first, while nobody else can hold it
+    os.close(lock)
+
+
+def _remove(path: Path) -> None:
+    with contextlib.suppress(OSError):
+        path.unlink()
+
+
+def _is_open_as(path: Path, descriptor: int) -> bool:
+    try:
+        return os.path.samestat(os.stat(path), os.fstat(descriptor))
+    except FileNotFoundError:
+        return False
 
 
 def _same_file(output: Path, path: Path) -> bool:

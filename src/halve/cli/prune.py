@@ -13,6 +13,7 @@ from halve.prune.scores import SCORES
 
 
 def prune(
+    context: typer.Context,
     model: o.Model,
     weights: o.Weights = None,
     score: Annotated[
@@ -52,7 +53,7 @@ def prune(
     if data is None and (recalibrate or needs_data):
         raise DataError(f"{'--recalibrate' if recalibrate else f'--score {score}'} needs images: pass --data")
     path = out or o.default_masks_path(model, weights)
-    output = Output.open(path, MASKS, reads(MODEL=model, weights=weights, data=data), force)
+    output = Output.open(context, path, MASKS, reads(MODEL=model, weights=weights, data=data), force)
     opened = o.open_model(model, weights, device, size, resize, mean, std)
     batches = None
     if data is not None:

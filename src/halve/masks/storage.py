@@ -11,6 +11,7 @@ import errno
 import hashlib
 import json
 import os
+import re
 import secrets
 import stat
 import struct
@@ -94,6 +95,16 @@ def write_atomically(path: str | Path, content: bytes) -> Path:
         with contextlib.suppress(OSError):
             sibling.unlink()
     return path
+
+
+def remove_parts(path: str | Path) -> None:
+    """Remove what writers of a file that were killed left behind. Nobody else may be writing the file."""
+    target = Path(os.path.realpath(path))
+    part = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{12}}\.part")
+    for sibling in target.parent.iterdir():
+        if part.fullmatch(sibling.name):
+            with contextlib.suppress(OSError):
+                sibling.unlink()
 
 
 def _mode_of(path: Path) -> int | None:
