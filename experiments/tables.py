@@ -108,9 +108,10 @@ def speed_brief() -> str:
     ms, rows = times(), []
     shown = [(network, batch) for network, batch in networks_and_batches() if batch in SHOWN_BATCHES]
     for network, batch in shown:
-        compiled = min(ms[network, batch, system] for system in ("compile", "compile_freezing"))
+        compiled = [ms.get((network, batch, system)) for system in ("compile", "compile_freezing")]
+        compiled = min((time for time in compiled if time is not None), default=None)
         dense, ours = ms[network, batch, "best_dense"], ms[network, batch, "halve"]
-        cells = [f"{time:.3f}" for time in (compiled, dense, ours)]
+        cells = ["" if time is None else f"{time:.3f}" for time in (compiled, dense, ours)]
         rows.append([f"{name_of(network)}, batch {batch}", *cells, f"{dense / ours:.2f}x"])
     heads = ["ms per batch", "torch.compile", "best dense", "halve", "over best dense"]
     sparsity = [

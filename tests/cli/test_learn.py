@@ -191,3 +191,50 @@ def test_settings_reach_the_library_as_they_are_given(halve, net):
     expected |= {"features": ["body", "point"], "match": "outputs+features", "lr": 0.07, "seed": 0}
     assert {name: recipe[name] for name in expected} == expected
     assert recipe["selection"] == {"pattern": {"*": "1:4"}, "kinds": ["conv"]}
+
+
+# Twelve pictures are two batches; what comes after them is bad.
+TWO_STEPS = """
+seen = []
+
+def preprocess(image):
+    seen.append(image)
+    if len(seen) > 12:
+        {then}
+    return torch.rand(3, 8, 8)
+"""
+
+
+def test_a_run_that_fails_keeps_finished_masks_and_saves_its_own_beside_them(halve, net, learned, folder):
+    before = (folder / "net.masks.safetensors").read_bytes()
+    with (folder / "zoo.py").open("a") as zoo:
+        zoo.write(TWO_STEPS.format(then="raise RuntimeError('the sensor is off')"))
+    result = halve("learn", *net, "--data", "photos", *FAST, "--no-permute", code=2)
+    assert "learning failed after 2 steps: preprocessing failed on " in result.err
+    assert "the sensor is off" in result.err
+    assert "saved to net.partial.masks.safetensors; net.masks.safetensors is unchanged" in result.err
+    assert (folder / "net.masks.safetensors").read_bytes() == before
+    assert library.load("net.partial.masks.safetensors").recipe["steps_done"] == 2
+    assert (folder / "net.learning.safetensors").exists()
+
+
+def test_a_run_that_meets_nan_keeps_finished_masks(halve, net, learned, folder):
+    before = (folder / "net.masks.safetensors").read_bytes()
+    with (folder / "zoo.py").open("a") as zoo:
+        zoo.write(TWO_STEPS.format(then="return torch.full((3, 8, 8), float('nan'))"))
+    result = halve("learn", *net, "--data", "photos", *FAST, "--no-permute", code=2)
+    assert "NaN" in result.err
+    assert "net.partial.masks.safetensors" in result.err
+    assert (folder / "net.masks.safetensors").read_bytes() == before
+    assert library.load("net.partial.masks.safetensors").recipe["ended"] == "not finite"
+
+
+def test_a_failure_of_recalibration_keeps_what_was_learned(halve, net, monkeypatch):
+    def refuse(*_, **__):
+        raise ModelError("it has no BatchNorm")
+
+    monkeypatch.setattr(library, "recalibrate", refuse)
+    result = halve("learn", *net, "--data", "photos", *FAST, "--recalibrate", code=2)
+    assert "it has no BatchNorm" in result.err
+    assert library.load("net.partial.masks.safetensors").recipe["steps_done"] == 4
+    assert not Path("net.masks.safetensors").exists()

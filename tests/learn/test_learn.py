@@ -119,15 +119,17 @@ def test_the_model_stays_as_it_is_and_keeps_its_hooks(training):
     assert calls == ["forward", "pre", "pre"]
 
 
-@pytest.mark.parametrize(("training", "failure"), [(True, KeyError), (False, SystemExit)])
-def test_the_model_stays_as_it_is_when_something_raises(training, failure):
+@pytest.mark.parametrize(
+    ("training", "failure", "raised"), [(True, KeyError, LearningError), (False, SystemExit, SystemExit)]
+)
+def test_the_model_stays_as_it_is_when_something_raises(training, failure, raised):
     model = convnet().train(training)
 
     def report(what):
         if getattr(what, "step", 0) == 2:
             raise failure
 
-    with untouched(model), pytest.raises(failure):
+    with untouched(model), pytest.raises(raised):
         learn(model, loader(), steps=3, report=report)
     with untouched(model), pytest.raises(DataError, match=r"\(2, 3, 8, 8\)"):
         learn(model, [torch.zeros(2, 3, 8, 8)], steps=3)

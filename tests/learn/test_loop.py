@@ -359,3 +359,69 @@ print("ended", masks.recipe["ended"], masks.recipe["steps_done"] > 0, flush=True
     out, _ = process.communicate(timeout=60)
     assert "ended interrupted True" in out
     assert (tmp_path / "state").exists()
+
+
+def failing_data(after):
+    """Batches, then an error of the loader."""
+    for i in range(after):
+        yield images(6, seed=i)
+    raise ConnectionError("the store is gone")
+
+
+def failing_report(event):
+    if isinstance(event, Report) and event.step == 3:
+        raise KeyError("chart")
+
+
+FAILURES = {
+    "loader": (lambda: failing_data(3), {}, ConnectionError, "ConnectionError: the store is gone"),
+    "batch": (lambda: [*(images(6, seed=i) for i in range(3)), images(6)[:, :2]], {}, Exception, r"\(6, 2, 8, 8\)"),
+    "report": (
+        lambda: [images(6, seed=i) for i in range(3)],
+        {"report": failing_report},
+        KeyError,
+        "KeyError: 'chart'",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAILURES)
+def test_a_failure_after_the_first_step_saves_the_state_and_gives_what_was_learned(tmp_path, name):
+    data, options, cause, says = FAILURES[name]
+    model, path = convnet(), tmp_path / "run"
+    with untouched(model), pytest.raises(LearningError, match=f"learning failed after 3 steps: .*{says}") as error:
+        learn(model, data(), steps=9, run_state=path, **options)
+    assert isinstance(error.value.__cause__, cause)
+    assert f"resume=True continues from {path}" in str(error.value)
+    masks = error.value.masks
+    assert (masks.recipe["ended"], masks.recipe["steps_done"]) == ("failed", 3)
+    assert halve.verify(model, masks).ok
+    assert state_of(path)[0]["step"] == 3
+
+
+def test_a_run_that_failed_is_resumed_to_the_same_bits(tmp_path):
+    expected, state = whole(tmp_path / "whole", steps=8)
+    with pytest.raises(LearningError, match="KeyError"):
+        learn(convnet(), loader(), steps=8, run_state=tmp_path / "run", report=failing_report)
+    masks = learn(convnet(), loader(), steps=8, run_state=tmp_path / "run", save_every=0, resume=True)
+    assert masks == expected
+    assert same_state(state_of(tmp_path / "run"), state)
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs a device that is always full")
+def test_a_full_disk_under_the_log_saves_the_state_and_gives_what_was_learned(tmp_path):
+    with pytest.raises(LearningError, match="after 10 steps: cannot write the log /dev/full: No space left") as error:
+        learn(convnet(), loader(), steps=12, run_state=tmp_path / "run", log="/dev/full")
+    assert isinstance(error.value.__cause__, FileError)
+    assert error.value.masks.recipe["steps_done"] == state_of(tmp_path / "run")[0]["step"] == 10
+
+
+def test_a_failure_in_the_first_step_is_raised_as_it_is(tmp_path):
+    with pytest.raises(ConnectionError, match="the store is gone"):
+        learn(convnet(), failing_data(0), steps=3)
+
+
+def test_a_failure_of_the_images_for_the_drop_keeps_what_was_learned():
+    with pytest.raises(LearningError, match="ConnectionError: the store is gone; the masks as learned") as error:
+        learn(convnet(), loader(), steps=2, max_drop=0.1, drop_data=failing_data(1))
+    assert error.value.masks.recipe["steps_done"] == 2

@@ -108,6 +108,32 @@ def test_writing_replaces_the_old_file_and_leaves_nothing_else(tmp_path, path):
     assert os.listdir(tmp_path) == [path.name]
 
 
+def test_writing_through_a_link_replaces_the_target_and_keeps_its_permissions(tmp_path, path):
+    path.chmod(0o600)
+    (tmp_path / "links").mkdir()
+    link = tmp_path / "links" / "link"
+    link.symlink_to("../x.safetensors")
+    assert storage.write(link, FORMAT, {"new": True}, {}) == link
+    assert link.is_symlink()
+    assert read(path)[1] == {"new": True}
+    assert path.stat().st_mode & 0o777 == 0o600
+    assert os.listdir(tmp_path / "links") == ["link"]
+    link.unlink()
+    link.symlink_to("new")
+    storage.write(link, FORMAT, {}, {})
+    assert sorted(os.listdir(tmp_path / "links")) == ["link", "new"]
+
+
+def test_links_in_a_circle_and_pipes_are_not_replaced(tmp_path):
+    (tmp_path / "one").symlink_to("two")
+    (tmp_path / "two").symlink_to("one")
+    os.mkfifo(tmp_path / "pipe")
+    for name in ("one", "pipe"):
+        with pytest.raises(FileError, match="it is not a regular file"):
+            storage.write(tmp_path / name, FORMAT, {}, {})
+    assert sorted(os.listdir(tmp_path)) == ["one", "pipe", "two"]
+
+
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory):
     """What became of writers that fail, are killed, or write at the same time: run once, in another process."""

@@ -14,12 +14,14 @@ from halve.bench.systems import SYSTEMS
 from halve.cli import options as o
 from halve.cli import progress, show
 from halve.cli.compile import show_plan
+from halve.cli.output import RESULTS, Output, reads
 from halve.masks.storage import write_atomically
 
 ON_GPU, ON_CPU = (1, 32, 256), (1, 8)  # batch sizes
 
 
 def bench(
+    context: typer.Context,
     model: o.Model,
     weights: o.Weights = None,
     masks: Annotated[Path | None, typer.Option(help="Mask file; by default masks are made by magnitude.")] = None,
@@ -37,6 +39,7 @@ def bench(
     out: Annotated[Path | None, typer.Option(help="Also write the measurements to this file, as JSON.")] = None,
     device: o.Device = "auto",
     on_changed: o.OnChanged = "warn",
+    force: o.Force = False,
     json: o.Json = False,
 ) -> None:
     """Measure how fast the masked network runs, compiled by halve and by other systems.
@@ -47,7 +50,8 @@ def bench(
     \b
     halve bench torchvision:resnet50 --batch 1 --batch 256 --plan
     """
-    path = None if out is None else o.writable(out)
+    inputs = reads(MODEL=model, weights=weights, masks=masks)
+    output = None if out is None else Output.open(context, out, RESULTS, inputs, force)
     wanted = o.type_of(dtype)
     opened = o.open_model(model, weights, device, size)
     if masks is None:
@@ -69,8 +73,9 @@ def bench(
         "measurements": records.records(found, model, computed, opened.device),
         "layers": records.layer_records(found, model, computed, opened.device),
     }
-    if path is not None:
-        write_atomically(path, (json_.dumps(results, indent=1) + "\n").encode())
+    if output is not None:
+        text = json_.dumps(results, indent=1) + "\n"
+        output.write(lambda path: write_atomically(path, text.encode()))
     if json:
         show.as_json(results)
     else:

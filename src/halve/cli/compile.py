@@ -10,10 +10,12 @@ import typer
 import halve
 from halve.cli import options as o
 from halve.cli import show
+from halve.cli.output import COMPILED, Output, reads
 from halve.engine.plan import COLUMNS, Entry
 
 
 def compile(
+    context: typer.Context,
     model: o.Model,
     masks: o.Masks,
     out: Annotated[Path, typer.Option(help="File to write; halve.load_compiled reads it.")],
@@ -28,6 +30,7 @@ def compile(
         bool, typer.Option("--any-size", help="Accept other image sizes than --size, if the model does.")
     ] = False,
     on_changed: o.OnChanged = "warn",
+    force: o.Force = False,
     json: o.Json = False,
 ) -> None:
     """Compile the masked network for inference, and save it with its plan and packed weights.
@@ -37,7 +40,7 @@ def compile(
     \b
     halve compile torchvision:resnet50 --masks masks.safetensors --batch 1 --batch 32 --out resnet50.pt2
     """
-    path = o.writable(out)
+    output = Output.open(context, out, COMPILED, reads(MODEL=model, weights=weights, masks=masks), force)
     wanted = o.type_of(dtype)
     opened = o.open_model(model, weights, device, size)
     computed = wanted or (torch.float16 if opened.device.type == "cuda" else torch.float32)
@@ -52,7 +55,7 @@ def compile(
         any_size=any_size,
         on_changed=on_changed,  # type: ignore[arg-type]
     )
-    fast.save(path)
+    path = output.write(fast.save)
     if json:
         show.as_json({"file": str(path), "bytes": path.stat().st_size, "plan": fast.plan.as_json()})
         return

@@ -12,6 +12,7 @@ from halve.check.evaluate import Evaluation
 from halve.cli import options as o
 from halve.cli import progress, show
 from halve.cli.evaluate import row_of
+from halve.cli.output import DEMO_CHECKPOINT, MASKS, PACKED, Output
 from halve.errors import FileError
 from halve.masks.mask import MaskSet
 from halve.sources.data import load_data
@@ -21,8 +22,10 @@ STEPS = 200
 
 
 def demo(
+    context: typer.Context,
     out: Annotated[Path, typer.Option(help="Folder for the files.")] = Path("demo-out"),
     seed: o.Seed = 0,
+    force: o.Force = False,
     json: o.Json = False,
 ) -> None:
     """Train a small ResNet on handwritten digits, learn which half of its weights to keep, and compare methods.
@@ -37,6 +40,9 @@ def demo(
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise FileError(f"cannot create the folder {out}: {error.strerror}") from error
+    dense_output = Output.open(context, out / "digits.safetensors", DEMO_CHECKPOINT, {}, force)
+    mask_output = Output.open(context, out / "digits.masks.safetensors", MASKS, {}, force)
+    packed_output = Output.open(context, out / "digits.packed.safetensors", PACKED, {}, force)
     model = train_digits(seed=seed, progress=progress.track)
     test = load_data("digits:test", batch_size=250).loader
     calibration = load_data("digits:train", batch_size=128, shuffle=True, seed=seed).loader
@@ -53,9 +59,9 @@ def demo(
     }
     results = {name: halve.evaluate(model, masks, test) for name, masks in methods.items()}
 
-    dense_file = save_state(model.state_dict(), out / "digits.safetensors")
-    mask_file = learned.save(out / "digits.masks.safetensors")
-    packed_file = halve.pack(model, learned, out / "digits.packed.safetensors")
+    dense_file = dense_output.write(lambda path: save_state(model.state_dict(), path, "halve demo"))
+    mask_file = mask_output.write(learned.save)
+    packed_file = packed_output.write(lambda path: halve.pack(model, learned, path))
     verified = halve.verify(model, halve.load(mask_file))
     files = {path.name: path.stat().st_size for path in (dense_file, mask_file, packed_file)}
     seconds = time.perf_counter() - started

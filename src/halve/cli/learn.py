@@ -1,6 +1,5 @@
 """halve learn."""
 
-import os
 import typing
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,8 +9,9 @@ import typer
 import halve
 from halve.cli import options as o
 from halve.cli import progress, show
+from halve.cli.output import LOG, MASKS, RUN_STATE, Output, is_first_rank, reads
 from halve.cli.signature import derived, with_options
-from halve.errors import LearningError
+from halve.errors import FileError, HalveError, LearningError
 from halve.learn.run_state import SUFFIX as LEARNING_SUFFIX
 from halve.learn.settings import LearnOptions
 from halve.masks.file import SUFFIX
@@ -24,6 +24,7 @@ PYTHON_ONLY = {
     "progress": "a function; the command shows its own progress",
     "example": "a batch; the command takes the first one of --data",
 }
+PARTIAL_SUFFIX = f".partial{SUFFIX}"  # of masks from a run that failed
 _HINTS = typing.get_type_hints(halve.learn) | typing.get_type_hints(LearnOptions)
 _SHARED = {"model", "data", "seed", *SelectOptions.__annotations__}  # written below, as in other commands
 
@@ -35,6 +36,7 @@ _NOTES = {
 
 @with_options(derived(halve.learn, _HINTS, PYTHON_ONLY.keys() | _SHARED, _NOTES), after="out")
 def learn(
+    context: typer.Context,
     model: o.Model,
     data: o.DataPath,
     weights: o.Weights = None,
@@ -59,6 +61,7 @@ def learn(
     std: o.Std = None,
     workers: o.Workers = None,
     device: o.Device = "auto",
+    force: o.Force = False,
     json: o.Json = False,
     **given: Any,
 ) -> None:
@@ -69,8 +72,15 @@ def learn(
     \b
     halve learn zoo.py:net --weights net.safetensors --data photos/ --minutes 5
     """
-    path = o.writable(out or o.default_masks_path(model, weights))
+    path = out or o.default_masks_path(model, weights)
     state = given.pop("run_state") or path.with_name(path.name.removesuffix(SUFFIX) + LEARNING_SUFFIX)
+    log = given["log"]
+    inputs = reads(MODEL=model, weights=weights, data=data, classes=classes, drop_data=given["drop_data"])
+    inputs |= reads(start=given["start"])
+    output = Output.open(context, path, MASKS, inputs | reads(run_state=state, log=log), force)
+    Output.open(context, state, RUN_STATE, inputs | reads(log=log), None, option="--run-state")
+    if log is not None:
+        Output.open(context, log, LOG, inputs, force, option="--log")
     opened = o.open_model(model, weights, device, size, resize, mean, std)
     reading: dict[str, Any] = {"batch": batch, "workers": workers, "classes_file": classes, "relabel": True}
     source = opened.data(data, **reading, limit=images, shuffle=True, seed=seed)
@@ -87,16 +97,22 @@ def learn(
             masks = halve.learn(
                 opened.model, source.loader, run_state=state, report=bar, progress=progress.track, **options
             )
+        interrupted = masks.recipe["ended"] == "interrupted"
+        if recalibrate and not interrupted:
+            masks = _recalibrated(opened, masks, source.loader)
     except LearningError as error:
-        if not isinstance(error.masks, halve.MaskSet):
+        if not isinstance(error.masks, halve.MaskSet) or not is_first_rank():
             raise
-        error.masks.save(path)
-        raise LearningError(f"{error}; the masks learned so far were saved to {path}", error.masks) from error
-    interrupted = masks.recipe["ended"] == "interrupted"
-    if recalibrate and not interrupted:
-        masks = halve.recalibrate(opened.model, masks, source.loader, progress=progress.track)
-    if int(os.environ.get("RANK", "0")) == 0:
-        masks.with_recipe(source=opened.source.spec, weights=opened.source.weights, data=data).save(path)
+        partial = path.with_name(path.name.removesuffix(SUFFIX) + PARTIAL_SUFFIX)
+        try:
+            Output.open(context, partial, MASKS, inputs, force).write(error.masks.save)
+        except FileError as again:
+            raise LearningError(f"{error}; the masks learned so far were not saved: {again}", error.masks) from error
+        unchanged = f"; {path} is unchanged" if path.exists() else ""
+        saved = f"the masks learned so far were saved to {partial}{unchanged}"
+        raise LearningError(f"{error}; {saved}", error.masks) from error
+    if is_first_rank():
+        output.write(masks.with_recipe(source=opened.source.spec, weights=opened.source.weights, data=data).save)
         if interrupted:
             show.note(f"{path} holds the masks learned so far; the same command with --resume continues from {state}")
         else:
@@ -104,6 +120,14 @@ def learn(
             _show(masks, path, json)
     if interrupted:
         raise typer.Exit(130)
+
+
+def _recalibrated(opened: o.Opened, masks: halve.MaskSet, batches: Any) -> halve.MaskSet:
+    """The masks with recalibrated statistics; an error keeps those that were learned."""
+    try:
+        return halve.recalibrate(opened.model, masks, batches, progress=progress.track)
+    except HalveError as error:
+        raise LearningError(f"{error}; the masks as learned are in the error's .masks", masks) from error
 
 
 def _show(masks: halve.MaskSet, path: Path, json: bool) -> None:

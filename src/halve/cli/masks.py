@@ -9,12 +9,14 @@ import typer
 import halve
 from halve.cli import options as o
 from halve.cli import show
+from halve.cli.output import MASKS, PACKED, SPARSE_CHECKPOINT, Output, reads
 from halve.masks import file, packed, storage
 from halve.masks.mask import MaskSet
 from halve.sources.weights import save_state
 
 
 def apply(
+    context: typer.Context,
     model: o.Model,
     masks: o.Masks,
     out: o.Out,
@@ -24,6 +26,7 @@ def apply(
         typer.Option(help="Move channels so that hardware finds N:M in place, for masks with channel orders."),
     ] = True,
     on_changed: o.OnChanged = "warn",
+    force: o.Force = False,
     json: o.Json = False,
 ) -> None:
     """Write a checkpoint with the masks applied: same names and shapes, zeros where weights are dropped.
@@ -31,10 +34,11 @@ def apply(
     \b
     halve apply zoo.py:net --weights net.safetensors --masks net.masks.safetensors --out sparse.safetensors
     """
+    output = Output.open(context, out, SPARSE_CHECKPOINT, reads(MODEL=model, weights=weights, masks=masks), force)
     opened = o.open_model(model, weights, "cpu")
     read = halve.load(masks)
     sparse = halve.apply(opened.model, read, permute=permute, on_changed=on_changed)  # type: ignore[arg-type]
-    path = save_state(sparse.state_dict(), out)
+    path = output.write(lambda path: save_state(sparse.state_dict(), path, "halve apply"))
     zeros = sum(int((p == 0).sum()) for p in sparse.parameters())
     total = sum(p.numel() for p in sparse.parameters())
     if json:
@@ -86,12 +90,14 @@ def inspect(
 
 
 def pack(
+    context: typer.Context,
     model: o.Model,
     masks: o.Masks,
     out: o.Out,
     weights: o.Weights = None,
     dtype: Annotated[str | None, typer.Option(help=f"Cast to one of {', '.join(o.DTYPES)} first.")] = None,
     on_changed: o.OnChanged = "warn",
+    force: o.Force = False,
     json: o.Json = False,
 ) -> None:
     """Write a packed checkpoint: only kept values and their indices, about 56 % of the dense size in fp16.
@@ -99,9 +105,13 @@ def pack(
     \b
     halve pack zoo.py:net --weights net.safetensors --masks net.masks.safetensors --out net.packed.safetensors
     """
+    output = Output.open(context, out, PACKED, reads(MODEL=model, weights=weights, masks=masks), force)
     chosen = o.type_of(dtype)
     opened = o.open_model(model, weights, "cpu")
-    path = halve.pack(opened.model, halve.load(masks), out, dtype=chosen, on_changed=on_changed)  # type: ignore[arg-type]
+    read = halve.load(masks)
+    path = output.write(
+        lambda path: halve.pack(opened.model, read, path, dtype=chosen, on_changed=on_changed)  # type: ignore[arg-type]
+    )
     dense = sum(
         value.numel() * (chosen.itemsize if chosen and value.is_floating_point() else value.element_size())
         for value in opened.model.state_dict().values()
@@ -114,9 +124,11 @@ def pack(
 
 
 def unpack(
+    context: typer.Context,
     path: Annotated[Path, typer.Argument(metavar="FILE", help="A packed checkpoint.")],
     out: o.Out,
     masks_out: Annotated[Path | None, typer.Option(help="Also write the masks to this file.")] = None,
+    force: o.Force = False,
     json: o.Json = False,
 ) -> None:
     """Convert a packed checkpoint into an ordinary one with zeros, without loss.
@@ -124,10 +136,13 @@ def unpack(
     \b
     halve unpack net.packed.safetensors --out sparse.safetensors
     """
-    state, masks = halve.unpack(path)
-    written = [save_state(state, out)]
+    output, also = Output.open(context, out, SPARSE_CHECKPOINT, reads(FILE=path), force), None
     if masks_out is not None:
-        written.append(masks.save(masks_out))
+        also = Output.open(context, masks_out, MASKS, reads(FILE=path, out=out), force, option="--masks-out")
+    state, masks = halve.unpack(path)
+    written = [output.write(lambda path: save_state(state, path, "halve unpack"))]
+    if also is not None:
+        written.append(also.write(masks.save))
     if json:
         show.as_json({"files": [str(p) for p in written], "tensors": len(state), "layers": len(masks)})
         return

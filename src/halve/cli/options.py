@@ -9,7 +9,7 @@ import torch
 import typer
 
 from halve.cli.show import note
-from halve.errors import FileError, OptionError, SourceError, first_line
+from halve.errors import OptionError, SourceError, first_line
 from halve.masks.file import SUFFIX
 from halve.select.select import SelectOptions
 from halve.sources.data import IMAGENET_MEAN, IMAGENET_STD, Data, Preprocessing, load_data
@@ -25,6 +25,12 @@ OptionalData = Annotated[
 ]
 Out = Annotated[Path, typer.Option(help="File to write.")]
 OptionalOut = Annotated[Path | None, typer.Option(help="File to write; by default beside the checkpoint.")]
+Force = Annotated[
+    bool,
+    typer.Option(
+        "--force", help="Replace an existing file, whatever it is; otherwise only an older result of the same kind."
+    ),
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda, cuda:1 ...; by default a GPU if there is one.")]
 Images = Annotated[int | None, typer.Option(help="Use at most this many images, chosen at random.")]
@@ -182,16 +188,6 @@ def default_masks_path(model: str, weights: Path | None) -> Path:
         ending = next((ending for ending in endings if weights.name.endswith(ending)), "")
         return weights.with_name(weights.name.removesuffix(ending) + SUFFIX)
     return Path(model.rpartition(":")[2].partition("@")[0] + SUFFIX)
-
-
-def writable(path: Path) -> Path:
-    """Return the path if a file can be written there, so that a mistake shows before the work is done."""
-    folder = path.parent
-    if not folder.is_dir() or not os.access(folder, os.W_OK) or path.is_dir():
-        raise FileError(
-            f"cannot write {path}: {folder} is not a writable folder, or {path.name} is a folder; choose another --out"
-        )
-    return path
 
 
 def type_of(name: str | None) -> torch.dtype | None:

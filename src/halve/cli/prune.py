@@ -7,11 +7,13 @@ import typer
 import halve
 from halve.cli import options as o
 from halve.cli import progress, show
+from halve.cli.output import MASKS, Output, reads
 from halve.errors import DataError
 from halve.prune.scores import SCORES
 
 
 def prune(
+    context: typer.Context,
     model: o.Model,
     weights: o.Weights = None,
     score: Annotated[
@@ -39,6 +41,7 @@ def prune(
     std: o.Std = None,
     workers: o.Workers = None,
     device: o.Device = "auto",
+    force: o.Force = False,
     json: o.Json = False,
 ) -> None:
     """Choose masks by a score, without learning, and write them to a file beside the checkpoint.
@@ -49,7 +52,8 @@ def prune(
     needs_data = score in SCORES and SCORES[score].needs_data
     if data is None and (recalibrate or needs_data):
         raise DataError(f"{'--recalibrate' if recalibrate else f'--score {score}'} needs images: pass --data")
-    path = o.writable(out or o.default_masks_path(model, weights))
+    path = out or o.default_masks_path(model, weights)
+    output = Output.open(context, path, MASKS, reads(MODEL=model, weights=weights, data=data), force)
     opened = o.open_model(model, weights, device, size, resize, mean, std)
     batches = None
     if data is not None:
@@ -66,7 +70,7 @@ def prune(
         progress=progress.track,
         **o.selection(pattern, include, exclude, also, order, remainder),
     ).with_recipe(source=opened.source.spec, weights=opened.source.weights, data=data)
-    masks.save(path)
+    output.write(masks.save)
     permuted = masks.recipe["permute"]
     if json:
         show.as_json(show.described(masks, path) | ({"permute": permuted} if permuted else {}))

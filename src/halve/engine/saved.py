@@ -77,6 +77,15 @@ def write(path: str | Path, network: SavedNetwork, inputs: tuple[Tensor, ...]) -
     write_atomically(Path(path), buffer.getvalue())
 
 
+def is_compiled(path: str | Path) -> bool:
+    """Whether a file is a compiled network, of any version."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return any(name.rpartition("/")[2] == _ABOUT for name in archive.namelist())
+    except (OSError, zipfile.BadZipFile):
+        return False
+
+
 def _exported(body: nn.Module, inputs: tuple[Tensor, ...], sizes: Sizes) -> ExportedProgram:
     """Export the graph, with dynamic sizes where the network has them."""
     free = tuple(

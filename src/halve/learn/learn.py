@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from halve.batches import Forward, Progress, iterate
-from halve.errors import HalveError, LearningError, OptionError, listed
+from halve.errors import LearningError, OptionError, first_line, listed
 from halve.learn.accuracy_budget import Metric, check_accuracy_budget, enforce_accuracy_budget
 from halve.learn.distributed import Processes
 from halve.learn.frozen import channels_last_, device_of
@@ -127,8 +127,8 @@ def learn(
         The masks, with a recipe that says how they were made.
 
     Raises:
-        LearningError: The loss became NaN or infinite, or `max_drop` could not be met; its `masks` are those learned so
-            far.
+        LearningError: The loss became NaN or infinite, `max_drop` could not be met, or something failed after the first
+            step, such as the data or `report`; its `masks` are those learned so far.
 
     >>> import halve
     >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
@@ -171,9 +171,14 @@ def learn(
     # finish
     recipe = {"method": "learn", **settings.described(), "preset": preset, "blocks": blocks}
     recipe |= {"selection": plain_options(selection), **orders.recipe(), **outcome.recipe()}
-    masks = _masks(sampler, layers, orders, settings, recipe | origin_of(model))
+    try:
+        masks = _masks(sampler, layers, orders, settings, recipe | origin_of(model))
+    except Exception:
+        if outcome.error is None:
+            raise
+        raise LearningError(outcome.error) from outcome.cause  # a device that failed gives no masks
     if outcome.error is not None:
-        raise LearningError(outcome.error, masks)
+        raise LearningError(outcome.error, masks) from outcome.cause
     return masks if max_drop is None else _within_budget(inputs, masks, max_drop, drop_data, drop_metric)
 
 
@@ -299,5 +304,5 @@ def _within_budget(inputs: Inputs, masks: MaskSet, max_drop: float, drop_data: A
         return enforce_accuracy_budget(
             *(inputs.model, masks, drop_data, max_drop, metric), forward=inputs.forward, progress=inputs.progress
         )
-    except HalveError as error:
-        raise LearningError(f"{error}; the masks as learned are in the error's .masks", masks) from error
+    except Exception as error:  # drop_data and forward are the user's
+        raise LearningError(f"{first_line(error)}; the masks as learned are in the error's .masks", masks) from error

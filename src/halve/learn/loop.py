@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from halve.batches import images_of
-from halve.errors import DataError, FileError, LearningWarning
+from halve.errors import DataError, FileError, LearningWarning, first_line
 from halve.learn.distributed import Processes
 from halve.learn.interrupt import deferred_interrupt
 from halve.learn.learner import Learner
@@ -27,12 +27,12 @@ from halve.learn.stream import BatchStream
 _EPSILON = 1e-10  # with millions of blocks, gradients are tiny
 _LOOK_EVERY = 10  # steps between looks at entropy and changed blocks; on a GPU, between synchronizations
 
-Ended = Literal["finished", "interrupted", "data exhausted", "not finite"]
+Ended = Literal["finished", "interrupted", "data exhausted", "not finite", "failed"]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """How a run ended. `error` says what went wrong, if anything did."""
+    """How a run ended. `error` says what went wrong, if anything did, and `cause` is the exception that was raised."""
 
     ended: Ended
     steps: int
@@ -40,6 +40,7 @@ class Outcome:
     step_graph: bool  # whether the step was recorded as a CUDA graph
     no_step_graph: str | None = None  # why not, on a GPU
     error: str | None = None
+    cause: Exception | None = None
 
     def recipe(self) -> dict[str, Any]:
         """What masks remember of the run."""
@@ -86,9 +87,13 @@ class Loop:
         self.steps = self._planned_steps()
         self.step_graph: StepGraph | str = "not tried yet"
         self.error: str | None = None
+        self.cause: Exception | None = None
 
     def run(self, resume: bool) -> Outcome:
-        """Learn until the budget is spent, the data is exhausted or the user presses Ctrl-C."""
+        """Learn until the budget is spent, the data is exhausted, something fails or the user presses Ctrl-C.
+
+        An exception before the first step is raised; after it, the outcome holds it, so that what was learned is kept.
+        """
         if resume:
             self._resume()
         wrapped = self.processes.wrap(self.learner)
@@ -107,9 +112,13 @@ class Loop:
             warnings.warn(
                 f"interrupted after {self.step} steps; {self._how_to_resume()}", LearningWarning, stacklevel=3
             )
+        except Exception as error:  # of the data, a function of the user's, the log or the device
+            if self.step == self.first_step:
+                raise
+            ended = self._failed(error)
         eager = self.step_graph if isinstance(self.step_graph, str) else None
         reason = eager if self.logits.is_cuda else None
-        return Outcome(ended, self.step, self._seconds(), eager is None, reason, self.error)
+        return Outcome(ended, self.step, self._seconds(), eager is None, reason, self.error, self.cause)
 
     def _loop(self, wrapped: Any, interrupted: Callable[[], bool]) -> Ended:
         bad = torch.zeros((), dtype=torch.bool, device=self.logits.device)
@@ -234,7 +243,7 @@ class Loop:
         self.reporter.send(report, keep=look)
 
     def _save(self, first: bool = False) -> None:
-        """Save the state. A disk that fails stops the run at the first save, and is a warning later on."""
+        """Save the state. A disk that fails stops the run at the first save; later on it is a warning."""
         self.saved = time.perf_counter()
         if self.file is None or not self.processes.is_main:
             return
@@ -243,7 +252,7 @@ class Loop:
         except FileError as error:
             if first:
                 raise
-            warnings.warn(f"{error}; learning continues", LearningWarning, stacklevel=4)
+            warnings.warn(f"{error}; the state was not saved", LearningWarning, stacklevel=4)
 
     def _resume(self) -> None:
         assert self.file is not None
@@ -287,6 +296,19 @@ class Loop:
             f"{self._how_to_resume()}"
         )
         return "not finite"
+
+    def _failed(self, error: Exception) -> Ended:
+        if self.consistent:
+            try:
+                self._save()
+            except Exception as again:  # a device that failed cannot be read
+                warnings.warn(f"the state of the run was not saved: {first_line(again)}", LearningWarning, stacklevel=4)
+        self.cause = error
+        self.error = (
+            f"learning failed after {self.step} steps: {first_line(error)}. "
+            f"The masks learned so far are in the error's .masks; {self._how_to_resume()}"
+        )
+        return "failed"
 
     def _how_to_resume(self) -> str:
         if self.file is None:

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -40,24 +40,33 @@ class Reporter:
     ) -> None:
         self._processes, self._report, self._log = processes, report, log
         self._file: IO[str] | None = None
+        self._replaces = False  # whether the log still holds the lines of an earlier run
 
     @contextmanager
     def open(self, config: Mapping[str, Any], append: bool) -> Iterator[None]:
         """Keep the log and the trackers open for the run, and close them even if it fails."""
         self._processes.start_trackers(config)
         try:
-            with self._opened(append) as self._file:
+            with self._opened() as self._file:
+                self._replaces = self._file is not None and not append and Path(self._file.name).is_file()
                 yield
         finally:
             self._processes.stop_trackers()
 
-    def _opened(self, append: bool) -> AbstractContextManager[IO[str] | None]:
+    @contextmanager
+    def _opened(self) -> Iterator[IO[str] | None]:
         if self._log is None or not self._processes.is_main:
-            return nullcontext()
+            yield None
+            return
         try:
-            return Path(self._log).open("a" if append else "w")
+            file = Path(self._log).open("a")  # noqa: SIM115  # closed below
         except OSError as error:
             raise FileError(f"cannot write the log {self._log}: {error.strerror}") from error
+        try:
+            yield file
+        finally:
+            with suppress(OSError):  # lines are flushed one by one: what is left could not be written
+                file.close()
 
     def send(self, event: Estimate | Report, keep: bool = False) -> None:
         """Report an event; with `keep` also to the log and the trackers."""
@@ -68,6 +77,16 @@ class Reporter:
         if keep and isinstance(event, Report):
             values = asdict(event)
             self._processes.track({key: values[key] for key in _TRACKED}, event.step)
-            if self._file is not None:
-                self._file.write(json.dumps(values) + "\n")
-                self._file.flush()
+            self._write(json.dumps(values) + "\n")
+
+    def _write(self, line: str) -> None:
+        if self._file is None:
+            return
+        try:
+            if self._replaces:
+                self._file.truncate(0)
+                self._replaces = False
+            self._file.write(line)
+            self._file.flush()
+        except OSError as error:
+            raise FileError(f"cannot write the log {self._log}: {error.strerror}") from error

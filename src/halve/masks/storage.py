@@ -11,7 +11,9 @@ import errno
 import hashlib
 import json
 import os
+import re
 import secrets
+import stat
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -66,17 +68,25 @@ def _serialised(path: str | Path, tensors: Mapping[str, Tensor], metadata: dict[
 
 
 def write_atomically(path: str | Path, content: bytes) -> Path:
-    """Write to a sibling file, flush, then rename: a reader sees the old file or the new one, never a part."""
+    """Write to a sibling file, flush, then rename: a reader sees the old file or the new one, never a part.
+
+    Symbolic links are followed, and the permissions of an existing file are kept.
+    """
     path = Path(path)
     if not path.name or "\0" in str(path):
         raise FileError(f"cannot write {str(path)!r}: it is not a file name")
-    sibling = path.with_name(f".{path.name}.{secrets.token_hex(6)}.part")
+    target = Path(os.path.realpath(path))
+    sibling = target.with_name(f".{target.name}.{secrets.token_hex(6)}.part")
     try:
+        mode = _mode_of(target)
         with open(os.open(sibling, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666), "wb") as file:
+            if mode is not None:
+                with contextlib.suppress(OSError):  # some file systems have no permissions
+                    os.chmod(sibling, mode)
             file.write(content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(sibling, path)
+        os.replace(sibling, target)
     except OSError as error:
         full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         hint = "free some space or choose another folder" if full else "check the path and its permissions"
@@ -85,6 +95,27 @@ def write_atomically(path: str | Path, content: bytes) -> Path:
         with contextlib.suppress(OSError):
             sibling.unlink()
     return path
+
+
+def remove_parts(path: str | Path) -> None:
+    """Remove what writers of a file that were killed left behind. Nobody else may be writing the file."""
+    target = Path(os.path.realpath(path))
+    part = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{12}}\.part")
+    for sibling in target.parent.iterdir():
+        if part.fullmatch(sibling.name):
+            with contextlib.suppress(OSError):
+                sibling.unlink()
+
+
+def _mode_of(path: Path) -> int | None:
+    """The permissions of a regular file; None if there is no file. Raises `OSError` for anything else."""
+    try:
+        mode = os.lstat(path).st_mode
+    except FileNotFoundError:
+        return None
+    if not stat.S_ISREG(mode):  # a folder, a device, or a link to itself
+        raise OSError(errno.EINVAL, "it is not a regular file")
+    return stat.S_IMODE(mode)
 
 
 def read(path: str | Path, formats: Iterable[Format]) -> tuple[Format, dict[str, Any], dict[str, Tensor]]:
@@ -125,11 +156,17 @@ def _format_in(path: Path, metadata: Mapping[str, str], formats: tuple[Format, .
 
 def format_of(path: str | Path) -> str | None:
     """The `format` in a safetensors file's metadata, '' if it has none; None if it is not a safetensors file."""
+    metadata = metadata_of(path)
+    return None if metadata is None else metadata.get("format", "")
+
+
+def metadata_of(path: str | Path) -> dict[str, str] | None:
+    """The metadata of a safetensors file; None if it is not one."""
     path = Path(path)
     content = read_bytes(path, 8)
     length = struct.unpack("<Q", content)[0] if len(content) == 8 else 0
     try:
-        return _metadata(path, read_bytes(path, 8 + length)).get("format", "") if length <= MAX_HEADER else None
+        return _metadata(path, read_bytes(path, 8 + length)) if length <= MAX_HEADER else None
     except FileError:
         return None
 

@@ -68,7 +68,7 @@ def find_pictures(where: str) -> tuple[list[Picture], list[str]]:
     path = Path(where)
     if path.is_dir() and not (tars := sorted(path.glob("*.tar"))):
         return _in_folder(path)
-    paths = tars if path.is_dir() else [path] if path.is_file() else _expand(where)
+    paths = tars if path.is_dir() else [path] if path.is_file() else expand(where)
     if not paths:
         raise DataError(f"{where}: no such folder or tar file; 'digits' is the built-in dataset")
     if strange := [p for p in paths if p.suffix != ".tar"]:
@@ -159,7 +159,7 @@ def _labelled(picture: Picture, label: int) -> Picture:
     return Picture(picture.path, label, picture.offset, picture.size, picture.name)
 
 
-def _expand(where: str) -> list[Path]:
+def expand(where: str) -> list[Path]:
     """Expand shell globs and WebDataset's {000..003}."""
     parts = re.split(r"\{(\d+)\.\.(\d+)\}", where)
     choices: list[list[str]] = [[parts[0]]]

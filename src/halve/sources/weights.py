@@ -73,7 +73,20 @@ def load_weights_(model: nn.Module, path: str | Path) -> None:
     model.load_state_dict(state, strict=False)
 
 
-def save_state(state: Mapping[str, Tensor], path: str | Path) -> Path:
-    """Write a state dict as safetensors, atomically. Tied tensors are written once per name."""
+def save_state(state: Mapping[str, Tensor], path: str | Path, made_by: str | None = None) -> Path:
+    """Write a state dict as safetensors, atomically. Tied tensors are written once per name.
+
+    Args:
+        state: The tensors by name.
+        path: The file.
+        made_by: The command that made it, such as "halve apply", which may replace it later on (default: none).
+    """
     plain = {name: value.detach().cpu().contiguous().clone() for name, value in state.items()}
-    return write_atomically(path, safetensors.torch.save(plain, {"format": "pt"}))
+    about = {"format": "pt"} | ({"made_by": made_by} if made_by else {})
+    return write_atomically(path, safetensors.torch.save(plain, about))
+
+
+def made_by(path: str | Path) -> str | None:
+    """The command that made a checkpoint, if one of halve's did."""
+    metadata = storage.metadata_of(path)
+    return None if metadata is None or metadata.get("format") != "pt" else metadata.get("made_by")
