@@ -8,30 +8,35 @@ from torch import nn
 
 import halve
 from halve.errors import EngineError, EngineWarning, ModelError, OptionError
-from tests.engine.nets import Net, compiled, resnet, same, sparsely
+from tests.engine.nets import Net, compiled, same, sparsely
+from tests.families import family
 from tests.tiny import convnet, images
 from tests.untouched import untouched
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_compiled_network_gives_what_the_masked_one_gives(packed):
-    model = resnet()
+@pytest.fixture(scope="module")
+def resnet():
+    """(a model, its masks, the model compiled with them)"""
+    model = family("resnet_basic")
     masks = halve.prune(model)
-    x = torch.randn(2, 3, 64, 64)
     with untouched(model):
-        fast = compiled(model, masks, x)
-    fast = sparsely(fast) if packed else fast
+        fast = compiled(model, masks, torch.randn(2, 3, 64, 64))
+    return model, masks, fast
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_compiled_network_gives_what_the_masked_one_gives(resnet, packed):
+    model, masks, fast = resnet
+    fast = sparsely(copy.deepcopy(fast)) if packed else fast
     sparse = halve.apply(model, masks)
     with torch.no_grad():
-        for shape in ((2, 3, 64, 64), (1, 3, 64, 64), (5, 3, 64, 64)):
-            x = torch.randn(shape)
+        for count in (2, 1, 5):
+            x = torch.randn(count, 3, 64, 64)
             torch.testing.assert_close(fast(x), sparse(x), rtol=1e-4, atol=1e-4)
 
 
-def test_every_masked_layer_of_a_resnet_is_captured_as_two_of_four():
-    model = resnet()
-    masks = halve.prune(model)
-    fast = compiled(model, masks, torch.randn(2, 3, 64, 64))
+def test_every_masked_layer_of_a_resnet_is_captured_as_two_of_four(resnet):
+    _, masks, fast = resnet
     assert {layer.name for layer in fast.layers if layer.is_2_4} == set(masks)
 
 
@@ -119,7 +124,7 @@ def test_copies_and_pickles_give_the_same():
     assert torch.equal(torch.load(buffer, weights_only=False)(x), expected)
 
 
-def test_an_updated_checkpoint_takes_over_the_plan():
+def test_an_updated_checkpoint_takes_over_the_plan(resnet):
     model = convnet()
     masks = halve.prune(model)
     old = sparsely(compiled(model, masks))
@@ -136,7 +141,7 @@ def test_an_updated_checkpoint_takes_over_the_plan():
         expected = halve.apply(updated, masks, on_changed="ignore")(x)
     torch.testing.assert_close(new(x), expected, rtol=1e-4, atol=1e-5)
     with pytest.raises(EngineError, match="other layers"):
-        new.use_plan_of(compiled(resnet(), example=torch.randn(2, 3, 64, 64)))
+        new.use_plan_of(resnet[2])
 
 
 class Branching(nn.Module):
@@ -230,10 +235,9 @@ def test_it_can_be_exported_and_has_no_training_mode():
     assert not fast.train().training
 
 
-def test_not_a_number_in_an_image_stays_with_that_image():
-    model = resnet()
-    masks = halve.prune(model)
-    fast = sparsely(compiled(model, masks, torch.randn(2, 3, 64, 64)))
+def test_not_a_number_in_an_image_stays_with_that_image(resnet):
+    model, masks, fast = resnet
+    fast = sparsely(copy.deepcopy(fast))
     x = torch.randn(3, 3, 64, 64)
     x[1, 0, 10, 10] = float("nan")
     with torch.no_grad():

@@ -1,3 +1,4 @@
+import copy
 import json
 from collections import namedtuple
 
@@ -9,7 +10,8 @@ import halve
 from halve.engine import saved
 from halve.engine.kernels.registry import FALLBACK
 from halve.errors import EngineError, EngineWarning, FileError
-from tests.engine.nets import SPARSE, Net, compiled, resnet, same, sparsely
+from tests.engine.nets import SPARSE, Net, compiled, same, sparsely
+from tests.families import family
 from tests.tiny import convnet, images
 
 
@@ -88,11 +90,16 @@ def test_sizes_that_cannot_be_proven_free_are_saved_as_they_are(tmp_path, name):
         again(torch.randn(3, 4, 40, 40))
 
 
+@pytest.fixture(scope="module")
+def of_any_size():
+    model = family("resnet_basic")
+    return model, compiled(model, example=torch.randn(2, 3, 64, 64), any_size=True)
+
+
 @pytest.mark.parametrize("packed", [False, True])
-def test_saved_and_loaded_it_is_the_same(tmp_path, packed):
-    model = resnet()
-    fast = compiled(model, example=torch.randn(2, 3, 64, 64), any_size=True)
-    fast = sparsely(fast) if packed else fast
+def test_saved_and_loaded_it_is_the_same(tmp_path, of_any_size, packed):
+    model, fast = of_any_size
+    fast = sparsely(copy.deepcopy(fast)) if packed else fast
     path = tmp_path / "net.pt2"
     fast.save(path)
     again = halve.load_compiled(path)
