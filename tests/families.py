@@ -137,10 +137,7 @@ def family(name: str) -> nn.Module:
     """One of them, always with the same weights."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        model = FAMILIES[name]()
-        if name == "vit":
-            nn.init.normal_(model.heads.head.weight)  # zero otherwise
-    return lively(model)
+        return lively(FAMILIES[name]())
 
 
 def size(name: str) -> int:
@@ -149,12 +146,16 @@ def size(name: str) -> int:
 
 
 def lively(model: nn.Module) -> nn.Module:
-    """Norms, biases and other small tensors with numbers of their own, so that one in the wrong place shows."""
+    """Every tensor with numbers of its own, so that one in the wrong place shows, and that signals get through."""
     generator = torch.Generator().manual_seed(0)
-    for name, tensor in model.named_parameters():
-        if tensor.dim() == 1 or "scale" in name or "token" in name:
-            tensor.data = torch.rand(tensor.shape, generator=generator) + (-0.5 if "bias" in name else 0.5)
-    for name, tensor in model.named_buffers():
-        if "running" in name:
-            tensor.copy_(torch.rand(tensor.shape, generator=generator) + 0.5)
+    for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
+        if not tensor.is_floating_point():
+            continue
+        with torch.no_grad():
+            if "bias" in name or "running_mean" in name:
+                tensor.copy_(torch.rand(tensor.shape, generator=generator) - 0.5)
+            elif tensor.dim() == 1 or "scale" in name or "token" in name:
+                tensor.copy_(torch.rand(tensor.shape, generator=generator) + 0.5)
+            elif "weight" in name:
+                nn.init.kaiming_normal_(tensor, generator=generator)
     return model.eval()

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from halve.batches import main_output
 from halve.graph import Captured, capture
 from tests.engine.fused import fused, layers_of, operations
 from tests.families import FAMILIES, family, size
@@ -28,6 +29,9 @@ def network(request):
     model = family(request.param).double()
     pixels = size(request.param)
     images = torch.randn(2, 3, pixels, pixels, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    with torch.no_grad():
+        one, other = main_output(model(images))
+    assert (one - other).abs().max() > 1e-3 * one.abs().max()  # it looks at its images: its signals do not die
     with untouched(model):
         captured = capture(model, images)
     return Network(request.param, model, images, captured)
