@@ -55,6 +55,10 @@ def plain():
     return nn.Linear(8, 8)
 
 
+def deep():
+    return nn.Sequential(*(nn.Linear(8, 8) for _ in range(1500)))
+
+
 def sick():
     model = net()
     model.point.weight.data[0, 0] = float("nan")

@@ -3,7 +3,6 @@
 import warnings
 
 import torch
-import torchvision
 from torch import nn
 
 import halve
@@ -26,15 +25,6 @@ def sparsely(fast):
     for layer in fast.layers:
         layer.use({1: SPARSE if layer.is_2_4 else FALLBACK})
     return fast
-
-
-def resnet():
-    model = torchvision.models.resnet18(num_classes=10).eval()
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.running_mean.normal_(0, 0.1)
-            module.running_var.uniform_(0.5, 1.5)
-    return model
 
 
 class Net(nn.Module):

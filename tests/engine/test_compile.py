@@ -8,34 +8,39 @@ from torch import nn
 
 import halve
 from halve.errors import EngineError, EngineWarning, ModelError, OptionError
-from tests.engine.nets import Net, compiled, resnet, same, sparsely
+from tests.engine.nets import Net, compiled, same, sparsely
+from tests.families import family
 from tests.tiny import convnet, images
 from tests.untouched import untouched
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_a_compiled_network_matches_the_masked_model(packed):
-    model = resnet()
+@pytest.fixture(scope="module")
+def resnet():
+    """(a model, its masks, the model compiled with them)"""
+    model = family("resnet_basic")
     masks = halve.prune(model)
-    x = torch.randn(2, 3, 64, 64)
     with untouched(model):
-        fast = compiled(model, masks, x)
-    fast = sparsely(fast) if packed else fast
+        fast = compiled(model, masks, torch.randn(2, 3, 64, 64))
+    return model, masks, fast
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_compiled_network_gives_what_the_masked_one_gives(resnet, packed):
+    model, masks, fast = resnet
+    fast = sparsely(copy.deepcopy(fast)) if packed else fast
     sparse = halve.apply(model, masks)
     with torch.no_grad():
-        for shape in ((2, 3, 64, 64), (1, 3, 64, 64), (5, 3, 64, 64)):
-            x = torch.randn(shape)
+        for count in (2, 1, 5):
+            x = torch.randn(count, 3, 64, 64)
             torch.testing.assert_close(fast(x), sparse(x), rtol=1e-4, atol=1e-4)
 
 
-def test_every_masked_layer_of_a_resnet_is_2_4():
-    model = resnet()
-    masks = halve.prune(model)
-    fast = compiled(model, masks, torch.randn(2, 3, 64, 64))
+def test_every_masked_layer_of_a_resnet_is_captured_as_two_of_four(resnet):
+    _, masks, fast = resnet
     assert {layer.name for layer in fast.layers if layer.is_2_4} == set(masks)
 
 
-def test_masks_with_channel_permutations_are_2_4_in_place():
+def test_masks_with_channel_orders_are_put_in_one_piece():
     model = convnet()
     masks = halve.prune(model, permute=True, example=images(2))
     assert masks.moves
@@ -55,7 +60,7 @@ def test_without_a_gpu_it_runs_dense_and_says_why():
         fast(images(2))
 
 
-def test_outputs_have_the_dtype_of_the_example_not_the_compute_dtype():
+def test_another_type_is_computed_in_and_outputs_come_in_the_examples():
     model = convnet()
     fast = compiled(model, dtype=torch.bfloat16)
     with torch.no_grad():
@@ -67,7 +72,7 @@ def test_outputs_have_the_dtype_of_the_example_not_the_compute_dtype():
         assert [layer.tensors()[name].dtype for name in ("weight", "bias")] == [torch.bfloat16, torch.float32]
 
 
-def test_wrong_inputs_raise():
+def test_wrong_inputs_are_refused():
     fast = compiled(convnet())
     x = images(2)
     for bad, why in (
@@ -93,7 +98,7 @@ def test_another_image_size_is_an_error_that_names_the_option():
         fast(torch.randn(2, 4, 12, 8))
 
 
-def test_any_size_accepts_other_image_sizes_if_the_model_does():
+def test_any_size_takes_other_image_sizes_where_the_model_does():
     model = convnet()
     masks = halve.prune(model)
     fast = sparsely(compiled(model, masks, any_size=True))
@@ -108,7 +113,7 @@ def test_any_size_accepts_other_image_sizes_if_the_model_does():
         fast(torch.randn(3, 4, 8, 8))
 
 
-def test_copies_and_pickles_give_the_same_outputs():
+def test_copies_and_pickles_give_the_same():
     fast = sparsely(compiled(convnet()))
     x = images(3)
     expected = fast(x)
@@ -119,7 +124,7 @@ def test_copies_and_pickles_give_the_same_outputs():
     assert torch.equal(torch.load(buffer, weights_only=False)(x), expected)
 
 
-def test_an_updated_checkpoint_can_reuse_the_plan():
+def test_an_updated_checkpoint_takes_over_the_plan(resnet):
     model = convnet()
     masks = halve.prune(model)
     old = sparsely(compiled(model, masks))
@@ -135,12 +140,12 @@ def test_an_updated_checkpoint_can_reuse_the_plan():
     with torch.no_grad():
         expected = halve.apply(updated, masks, on_changed="ignore")(x)
     torch.testing.assert_close(new(x), expected, rtol=1e-4, atol=1e-5)
-    with pytest.raises(EngineError, match="has other layers"):
-        new.use_plan_of(compiled(resnet(), example=torch.randn(2, 3, 64, 64)))
+    with pytest.raises(EngineError, match="other layers"):
+        new.use_plan_of(resnet[2])
 
 
 class Branching(nn.Module):
-    """Branches on values, which cannot be captured."""
+    """Looks at its numbers, which no graph can hold."""
 
     def __init__(self):
         super().__init__()
@@ -151,7 +156,7 @@ class Branching(nn.Module):
         return self.head(y if y.mean() > -1e9 else -y)
 
 
-def test_a_network_that_cannot_be_captured_as_one_graph_is_compiled_in_parts(tmp_path):
+def test_a_network_that_cannot_be_captured_whole_is_compiled_in_parts(tmp_path):
     model = Branching().eval()
     model(images(2))
     masks = halve.prune(model)
@@ -165,7 +170,7 @@ def test_a_network_that_cannot_be_captured_as_one_graph_is_compiled_in_parts(tmp
 
 
 class Strange(nn.Module):
-    """Reads values, even inside of its layer."""
+    """Asks for numbers on the way, also inside of its layer."""
 
     class Hop(nn.Conv2d):
         def forward(self, x):
@@ -196,7 +201,7 @@ def test_a_network_that_does_not_run_is_an_error():
         compiled(nn.Sequential(nn.Linear(5, 8)).eval(), halve.MaskSet({}))
 
 
-def test_unsupported_masked_layers_are_listed():
+def test_masked_layers_that_the_engine_has_no_operation_for_are_named():
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ConvTranspose2d(8, 8, 3), nn.Conv2d(8, 8, 2, padding="same")).eval()
     fast = compiled(model)
     assert list(fast.plan.uncompiled) == ["1", "2"]
@@ -216,7 +221,7 @@ def test_double_precision_stays_double():
     assert float((compiled(model, masks, x)(x) - expected).abs().max()) <= 1e-13 * float(expected.abs().max())
 
 
-def test_keyword_inputs_raise():
+def test_inputs_by_name_are_refused():
     with pytest.raises(EngineError, match="must be positional, as in the example, got keywords input"):
         compiled(convnet())(input=images(2))
 
@@ -230,10 +235,9 @@ def test_it_can_be_exported_and_has_no_training_mode():
     assert not fast.train().training
 
 
-def test_nan_in_one_image_does_not_affect_the_others():
-    model = resnet()
-    masks = halve.prune(model)
-    fast = sparsely(compiled(model, masks, torch.randn(2, 3, 64, 64)))
+def test_not_a_number_in_an_image_stays_with_that_image(resnet):
+    model, masks, fast = resnet
+    fast = sparsely(copy.deepcopy(fast))
     x = torch.randn(3, 3, 64, 64)
     x[1, 0, 10, 10] = float("nan")
     with torch.no_grad():
@@ -244,7 +248,7 @@ def test_nan_in_one_image_does_not_affect_the_others():
 
 
 @pytest.mark.parametrize("count", [1, 4])
-def test_networks_captured_for_exactly_two_images_fall_back_to_eager(count):
+def test_networks_that_are_captured_for_two_images_alone_fall_back_to_eager(count):
     def one_by_one(net, x):
         return torch.stack([net.a(image[None])[0] for image in x])
 
@@ -252,13 +256,13 @@ def test_networks_captured_for_exactly_two_images_fall_back_to_eager(count):
     assert "the network" in fast.plan.uncompiled
 
 
-def test_a_network_that_treats_single_images_differently_runs_one_image_eagerly():
+def test_a_network_that_treats_one_image_differently_runs_one_in_eager_mode():
     same(Net(lambda n, x: n.a(x) * 2 if len(x) == 1 else n.a(x)), images(1))
     fast = same(Net(lambda n, x: n.a(x) * 2 if x.shape[0] == 1 else n.a(x)), images(1))
-    assert "single images differently" in fast.plan.uncompiled["the network"]
+    assert "treats single images differently" in fast.plan.uncompiled["the network"]
 
 
-def test_the_example_is_not_changed():
+def test_the_example_stays_as_it_is():
     x = images(2).contiguous(memory_format=torch.channels_last)
     before = x.clone()
     compiled(nn.Sequential(nn.ReLU(inplace=True), nn.Conv2d(4, 4, 1)).eval(), halve.MaskSet({}), x)
@@ -274,7 +278,7 @@ def test_the_example_is_not_changed():
         ({"plan_from": "foo"}, "plan_from must be a network that halve.compile returned"),
     ],
 )
-def test_invalid_options_raise_and_name_the_valid_ones(options, message):
+def test_what_is_no_option_is_refused_with_what_is(options, message):
     given = {"masks": halve.MaskSet({}), **options}
     with pytest.raises(OptionError, match=message):
         halve.compile(convnet(), example=images(2), **given)

@@ -1,88 +1,30 @@
 import pytest
 import torch
 import torch.nn.functional as F
-import torchvision
 from torch import nn
 
 import halve
-from halve.batches import main_output
-from halve.engine.fuse import fuse
-from halve.engine.layer import Layer
 from halve.engine.operations import Convolution, MaxPool
 from halve.graph import capture
+from tests.engine.fused import fused, layers_of, operations
 from tests.engine.nets import compiled
+from tests.families import family, lively
 from tests.untouched import untouched
 
 
-def lively(model):
-    generator = torch.Generator().manual_seed(0)
-    for name, tensor in model.named_buffers():
-        if "running" in name:
-            tensor.copy_(torch.rand(tensor.shape, generator=generator) + 0.5)
-    for module in model.modules():
-        if isinstance(module, nn.BatchNorm2d):
-            module.weight.data = torch.rand(module.weight.shape, generator=generator) + 0.5
-            module.bias.data = torch.rand(module.bias.shape, generator=generator) - 0.5
-    return model.eval()
-
-
 def fused_like(model, x):
-    """The fused module, checked against the model at two batch sizes."""
+    """The fused module, after checking that it computes what the model does."""
     with untouched(model):
-        module = fuse(capture(model, x).parts[0])
-    for images in (x, torch.cat([x, x.flip(0), x])):
-        with torch.no_grad():
-            expected, got = main_output(model(images)), main_output(module(images))
-        assert float((expected - got).abs().max()) <= 1e-5 * float(expected.abs().max())
-    return module
+        return fused(capture(model, x).parts[0], model, x)
 
 
-def layers_of(module):
-    """The fused layers in execution order, as (layer, has a residual)."""
-    calls = [node for node in module.graph.nodes if node.op == "call_module"]
-    found = [(module.get_submodule(node.target), len(node.args) > 1) for node in calls]
-    assert all(isinstance(layer, Layer) for layer, _ in found)
-    return [(layer, residual) for layer, residual in found if layer.has_weight]
-
-
-def operations(module):
-    return [str(node.target) for node in module.graph.nodes if node.op == "call_function"]
-
-
-# layers, BatchNorms left, layers with a residual, layers with an activation
-NETWORKS = {
-    "resnet18": (21, 0, 8, 17),
-    "resnet50": (54, 0, 16, 49),
-    "mobilenet_v3_small": (54, 0, 6, 33),
-    "efficientnet_b0": (82, 0, 9, 49),
-    "densenet121": (121, 62, 0, 59),
-    "googlenet": (58, 0, 0, 57),
-    "convnext_tiny": (59, 0, 0, 18),
-    "shufflenet_v2_x0_5": (57, 0, 0, 37),
-    "regnet_y_400mf": (86, 0, 16, 65),
-}
-
-
-@pytest.mark.parametrize("name", NETWORKS)
-def test_torchvision_networks_compute_the_same(name):
-    torch.manual_seed(0)
-    extra = {"init_weights": False} if name == "googlenet" else {}
-    model = lively(torchvision.models.get_model(name, weights=None, num_classes=10, **extra))
-    module = fused_like(model, torch.randn(2, 3, 64, 64))
-    found = layers_of(module)
-    norms = sum("batch_norm" in name for name in operations(module))
-    activations = sum(layer.operation.activation != "none" for layer, _ in found)
-    assert (len(found), norms, sum(residual for _, residual in found), activations) == NETWORKS[name]
-    assert {layer.name for layer, _ in found} <= {name for name, _ in model.named_modules()}
-
-
-def test_a_residual_network_is_fused_into_layers_and_pooling():
-    module = fused_like(lively(torchvision.models.resnet18()), torch.randn(2, 3, 64, 64))
+def test_nothing_but_layers_and_pooling_is_left_of_a_residual_network():
+    module = fused_like(family("resnet_basic"), torch.randn(2, 3, 64, 64))
     assert operations(module) == ["aten.sym_size.int", "aten.adaptive_avg_pool2d.default", "aten.reshape.default"]
 
 
-def test_zeros_stay_zero_and_unused_tensors_are_dropped():
-    model = lively(torchvision.models.resnet18())
+def test_zeros_stay_zero_and_nothing_else_is_held():
+    model = family("resnet_basic")
     masks = halve.prune(model)
     module = fused_like(halve.apply(model, masks), torch.randn(2, 3, 64, 64))
     for layer, _ in layers_of(module):
@@ -108,7 +50,7 @@ class Net(nn.Module):
         return self.how(self, x)
 
 
-HOW = {  # BatchNorms left; what each layer fused: residual, activation
+HOW = {  # BatchNorms that are left; what each layer took in: residual, activation
     "a value that two read": (lambda n, x: (y := n.a(x)).relu() + y, 0, [(False, "none")]),
     "both sides are layers": (
         lambda n, x: F.relu(n.bn(n.a(x)) + n.other(n.b(x))),
@@ -160,7 +102,7 @@ HOW = {  # BatchNorms left; what each layer fused: residual, activation
 
 
 @pytest.mark.parametrize("name", HOW)
-def test_what_is_fused_into_a_layer(name):
+def test_what_a_layer_takes_in(name):
     how, norms, expected = HOW[name]
     x = torch.randn(2, 4, 6, 6, generator=torch.Generator().manual_seed(1))
     module = fused_like(lively(Net(how)), x)
@@ -193,7 +135,7 @@ def test_pooling_is_a_layer(pool):
     assert {Convolution, MaxPool} == {type(layer.operation) for layer in module.children()}
 
 
-def test_pooling_that_returns_indices_is_not_replaced():
+def test_pooling_that_returns_indices_stays_pytorchs():
     class Net(nn.Module):
         def forward(self, x):
             values, places = F.max_pool2d(x, 2, return_indices=True)
@@ -203,7 +145,7 @@ def test_pooling_that_returns_indices_is_not_replaced():
     assert not list(module.children())
 
 
-def test_layers_are_named_after_the_owner_of_their_weight():
+def test_layers_are_named_by_their_weights():
     model = nn.Sequential(nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), nn.Linear(16, 8)).eval()
     fast = compiled(model, halve.prune(model), torch.randn(2, 5, 16))
     assert "0.self_attn.out_proj" in {layer.name for layer in fast.layers}

@@ -1,3 +1,4 @@
+import copy
 import json
 from collections import namedtuple
 
@@ -9,12 +10,13 @@ import halve
 from halve.engine import saved
 from halve.engine.kernels.registry import FALLBACK
 from halve.errors import EngineError, EngineWarning, FileError
-from tests.engine.nets import SPARSE, Net, compiled, resnet, same, sparsely
+from tests.engine.nets import SPARSE, Net, compiled, same, sparsely
+from tests.families import family
 from tests.tiny import convnet, images
 
 
 class Larger(nn.Module):
-    """Treats large images differently."""
+    """Treats large images otherwise."""
 
     def __init__(self):
         super().__init__()
@@ -24,7 +26,7 @@ class Larger(nn.Module):
         return self.conv(x) * 2 if x.shape[2] > 10 else self.conv(x)
 
 
-def test_a_loaded_network_has_the_guards_of_the_saved_one(tmp_path):
+def test_a_loaded_network_refuses_what_the_saved_one_refuses(tmp_path):
     fast = compiled(Larger().eval(), halve.MaskSet({}), any_size=True)
     fast.save(tmp_path / "net.pt2")
     again = halve.load_compiled(tmp_path / "net.pt2")
@@ -36,7 +38,7 @@ def test_a_loaded_network_has_the_guards_of_the_saved_one(tmp_path):
 
 
 @pytest.mark.parametrize("kernels", [{1: SPARSE}, {1: FALLBACK, 1000: SPARSE}])
-def test_biases_are_loaded_bit_identical(tmp_path, kernels):
+def test_biases_are_loaded_to_the_bit(tmp_path, kernels):
     fast = compiled(convnet(), dtype=torch.bfloat16)
     for layer in fast.layers:
         layer.use(kernels if layer.is_2_4 else {1: FALLBACK})
@@ -51,9 +53,9 @@ def test_biases_are_loaded_bit_identical(tmp_path, kernels):
         assert torch.equal(again(images(count)), fast(images(count)))
 
 
-def test_without_a_gpu_a_network_saved_from_one_warns_and_runs_dense(tmp_path, monkeypatch):
+def test_without_the_device_it_was_saved_from_it_runs_dense_and_says_so(tmp_path, monkeypatch):
     fast = sparsely(compiled(convnet()))
-    fast.plan.dense = None  # like on a GPU
+    fast.plan.dense = None  # as on a GPU
     with monkeypatch.context() as patch:
         patch.setattr(saved, "json", _SayingCuda)
         fast.save(tmp_path / "net.pt2")
@@ -69,7 +71,7 @@ class _SayingCuda:
         return json.dumps({**about, "device": "cuda"})
 
 
-ONE_PIXEL_IS_LEFT = {  # of these images at the end; torch.export cannot solve for that with dynamic sizes
+ONE_PIXEL_IS_LEFT = {  # of these images at the end, which torch.export would solve for where sizes are free, and cannot
     "fixed": nn.Sequential(
         nn.Conv2d(4, 8, 11, 4, 2), *(nn.MaxPool2d(3, 2) for _ in range(2)), nn.AdaptiveAvgPool2d(6), nn.Flatten()
     ),
@@ -78,7 +80,7 @@ ONE_PIXEL_IS_LEFT = {  # of these images at the end; torch.export cannot solve f
 
 
 @pytest.mark.parametrize("name", ONE_PIXEL_IS_LEFT)
-def test_sizes_that_cannot_be_proven_dynamic_are_fixed(tmp_path, name):
+def test_sizes_that_cannot_be_proven_free_are_saved_as_they_are(tmp_path, name):
     fast = compiled(ONE_PIXEL_IS_LEFT[name].eval(), example=torch.randn(2, 4, 32, 32), any_size=True)
     fast.save(tmp_path / "net.pt2")
     again = halve.load_compiled(tmp_path / "net.pt2")
@@ -88,11 +90,16 @@ def test_sizes_that_cannot_be_proven_dynamic_are_fixed(tmp_path, name):
         again(torch.randn(3, 4, 40, 40))
 
 
+@pytest.fixture(scope="module")
+def of_any_size():
+    model = family("resnet_basic")
+    return model, compiled(model, example=torch.randn(2, 3, 64, 64), any_size=True)
+
+
 @pytest.mark.parametrize("packed", [False, True])
-def test_a_loaded_network_gives_the_same_outputs(tmp_path, packed):
-    model = resnet()
-    fast = compiled(model, example=torch.randn(2, 3, 64, 64), any_size=True)
-    fast = sparsely(fast) if packed else fast
+def test_saved_and_loaded_it_is_the_same(tmp_path, of_any_size, packed):
+    model, fast = of_any_size
+    fast = sparsely(copy.deepcopy(fast)) if packed else fast
     path = tmp_path / "net.pt2"
     fast.save(path)
     again = halve.load_compiled(path)
@@ -106,7 +113,7 @@ def test_a_loaded_network_gives_the_same_outputs(tmp_path, packed):
         assert path.stat().st_size < 0.7 * sum(p.numel() * 4 for p in model.parameters())
 
 
-def test_other_files_raise(tmp_path):
+def test_files_that_are_something_else_are_refused(tmp_path):
     path = tmp_path / "net.pt2"
     path.write_bytes(b"not a network")
     with pytest.raises(FileError, match="not a compiled network"):
@@ -119,7 +126,7 @@ def test_other_files_raise(tmp_path):
         halve.load_compiled(tmp_path / "missing.pt2")
 
 
-def test_a_damaged_file_raises(tmp_path):
+def test_a_damaged_file_is_refused(tmp_path):
     fast = compiled(convnet())
     fast.save(tmp_path / "net.pt2")
     content = bytearray((tmp_path / "net.pt2").read_bytes())
@@ -133,14 +140,14 @@ def test_a_damaged_file_raises(tmp_path):
 Pair = namedtuple("Pair", ["a", "b"])
 
 
-def test_unsupported_output_types_raise(tmp_path):
+def test_what_the_format_does_not_take_is_not_saved(tmp_path):
     fast = same(Net(lambda n, x: Pair(n.a(x), n.b(x))), images(2))
     with pytest.raises(EngineError, match="cannot be saved"):
         fast.save(tmp_path / "net.pt2")
 
 
 @pytest.mark.parametrize(("version", "advice"), [(3, "compile the model again"), (99, "upgrade halve")])
-def test_the_error_for_another_format_version_says_what_to_do(tmp_path, monkeypatch, version, advice):
+def test_another_version_of_the_format_says_what_to_do(tmp_path, monkeypatch, version, advice):
     with monkeypatch.context() as patch:
         patch.setattr(saved, "VERSION", version)
         compiled(convnet()).save(tmp_path / "net.pt2")

@@ -10,7 +10,6 @@ import torch
 from PIL import Image
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
-from torchvision.transforms import functional as TF
 
 from halve.errors import DataError, OptionError, listed
 from halve.sources.images import Pictures, find_pictures
@@ -46,6 +45,8 @@ class Preprocessing:
             )
 
     def __call__(self, image: Image.Image) -> Tensor:
+        from torchvision.transforms import functional as TF
+
         if self.size is not None:
             image = TF.center_crop(TF.resize(image, self.resize or self.size), [self.size, self.size])
         tensor: Tensor = TF.normalize(TF.to_tensor(image), self.mean, self.std)

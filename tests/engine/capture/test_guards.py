@@ -2,8 +2,13 @@ import pickle
 
 import pytest
 import torch
+from torch import nn
 
+import halve
+from halve.engine.capture import guards as of_guards
 from halve.engine.capture.guards import Guards
+from halve.errors import EngineError
+from tests.engine.nets import compiled
 from tests.tiny import images
 
 
@@ -51,3 +56,19 @@ def test_guards_can_be_copied():
 @pytest.mark.parametrize("condition", ["f(L['x']) == 1", "no condition at all", "L['x'].size()[9] == 1"])
 def test_a_condition_that_cannot_be_parsed_never_holds(condition):
     assert Guards((), ("x",), (condition,)).broken((images(2),)) is not None
+
+
+def test_guards_that_cannot_be_parsed_fix_the_size(monkeypatch):
+    known = of_guards._expression
+
+    def forgetful(node):
+        if isinstance(node, of_guards.ast.BinOp):
+            raise ValueError("unknown expression")
+        return known(node)
+
+    monkeypatch.setattr(of_guards, "_expression", forgetful)
+    model = nn.Sequential(nn.Conv2d(4, 4, 1), nn.PixelUnshuffle(2), nn.Conv2d(16, 4, 1)).eval()
+    fast = compiled(model, halve.MaskSet({}), any_size=True)
+    assert fast(images(3)).shape == (3, 4, 4, 4)
+    with pytest.raises(EngineError, match=r"inputs with \(N, 4, 8, 8\)"):
+        fast(torch.randn(2, 4, 6, 6))

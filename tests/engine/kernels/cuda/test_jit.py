@@ -92,7 +92,7 @@ def test_the_error_contains_the_compiler_log():
 
 def test_several_processes_may_compile_the_same_kernel_at_once(folder):
     code = f"from halve.engine.kernels.cuda import jit; print(len(jit.cubin({NOTHING!r}, 'sm_80')))"
-    runs = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    runs = [subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True) for _ in range(2)]
     sizes = {run.communicate()[0].strip() for run in runs}
     assert sizes == {str(len(jit.cubin(NOTHING, "sm_80")))}
     assert len(list(folder.iterdir())) == 1

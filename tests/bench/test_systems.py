@@ -1,0 +1,48 @@
+import pytest
+import torch
+from torch import nn
+
+import halve
+from halve.bench.systems import SYSTEMS, Case, weight_bytes
+from halve.errors import EngineError
+from tests.engine.nets import compiled
+from tests.tiny import convnet, images
+
+
+@pytest.fixture(scope="module")
+def case():
+    model = convnet()
+    masks = halve.prune(model)
+    fast = compiled(model, masks)
+    return Case(halve.apply(model, masks), (images(2),), lambda: fast)
+
+
+def test_a_case_knows_its_batch_and_its_device(case):
+    assert (case.batch, case.on_gpu) == (2, False)
+
+
+@pytest.mark.parametrize("name", ["eager", "halve"])
+def test_a_system_that_is_ready_gives_what_the_masked_model_gives(case, name):
+    ready = SYSTEMS[name](case)
+    with torch.no_grad():
+        ready.settle()
+        torch.testing.assert_close(ready.call(), case.masked(*case.inputs), rtol=1e-4, atol=1e-5)
+    assert ready.plan == ()
+
+
+def test_what_halve_does_without_a_gpu_is_noted(case):
+    assert "runs dense: " in SYSTEMS["halve"](case).note
+    assert SYSTEMS["eager"](case).note is None
+
+
+@pytest.mark.parametrize("name", ["best_dense", "torch_semi_structured", "halve_dense"])
+def test_systems_that_are_made_of_timed_kernels_need_a_gpu(case, name):
+    with pytest.raises(EngineError, match="needs a CUDA GPU"):
+        SYSTEMS[name](case)
+
+
+def test_weights_that_are_shared_count_once():
+    first, second = nn.Linear(4, 2, bias=False), nn.Linear(4, 2, bias=False)
+    apart = weight_bytes(nn.Sequential(first, second))
+    second.weight = first.weight
+    assert (apart, weight_bytes(nn.Sequential(first, second))) == (64, 32)
