@@ -20,4 +20,4 @@ def test_outputs_and_inputs_stay():
     net = nn.Sequential(nn.Conv2d(4, 8, 1), nn.Conv2d(8, 4, 1))
     channels = Channels(capture(net, images(6).float()))
     assert "input of the model" in channels.along("0.weight", 1)[0].axis.pinned
-    assert channels.along("1.weight", 0)[0].axis.pinned == "it is an output of the model"
+    assert channels.along("1.weight", 0)[0].axis.pinned == "output of the model"
