@@ -13,7 +13,22 @@ from halve.masks import pattern as module
 from halve.masks.pattern import MAX_CODES, MAX_SIZE, Pattern
 from tests.random_masks import random
 
-RULES = ["1:1", "1:2", "2:4", "1:4", "3:4", "4:4", "4:8", "8:16", "1:32", "31:32", "2:256", "255:256", "256:256"]
+RULES = [
+    "1:1",
+    "1:2",
+    "2:4",
+    "1:4",
+    "3:4",
+    "4:4",
+    "4:8",
+    "8:16",
+    "1:32",
+    "31:32",
+    "2:256",
+    "254:256",
+    "255:256",
+    "256:256",
+]
 BRUTE = ["1:2", "2:3", "2:4", "1:4", "3:4", "4:4", "3:6", "4:8", "1:32"]
 
 

@@ -57,7 +57,8 @@ def load(path: str | Path) -> MaskSet:
 
     def codes(name: str, pattern: Pattern, layout: Layout) -> Tensor:
         count = layout.rows * layout.blocks
-        return unpack_bits(tensors.pop(f"codes:{name}"), count, pattern.bits).reshape(layout.rows, layout.blocks)
+        stream = tensors.pop(f"codes:{name}")
+        return unpack_bits(stream, count, pattern.bits, pattern.dtype).reshape(layout.rows, layout.blocks)
 
     masks = masks_from(Path(path), header, tensors, codes)
     if tensors:

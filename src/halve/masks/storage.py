@@ -2,7 +2,7 @@
 
 Mask files, packed checkpoints and run states share this envelope, specified byte by byte in docs/file-format.md: an
 ordinary safetensors file whose metadata holds `format`, `version`, `header` (JSON) and `sha256` over everything else.
-Reading never runs code, never allocates more than a small multiple of the file's size, and raises `FileError` for
+Reading never runs code, takes at most 64 times the file's size plus 100 MB of memory, and raises `FileError` for
 anything that is not exactly as written.
 """
 
