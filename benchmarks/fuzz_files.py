@@ -80,8 +80,9 @@ def mutated(value: Any, rng: random.Random) -> Any:
     elif action == 2 and isinstance(box, list):
         box.append(copy.deepcopy(box[key]))
     elif action == 3 and isinstance(box[key], int | float) and not isinstance(box[key], bool):
+        number = box[key]
         box[key] = rng.choice(
-            [box[key] + 1, box[key] - 1, -box[key], box[key] * 2, box[key] * 1.0 if abs(box[key]) < 1e9 else 0.0]
+            [number + 1, number - 1, -number, number * 2, float(number) if abs(number) < 1e9 else 0.5]
         )
     elif action == 4 and isinstance(box[key], str):
         text = box[key]

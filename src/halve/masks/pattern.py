@@ -49,7 +49,7 @@ class Pattern:
         if isinstance(rule, Pattern):
             kept, size = rule.kept, rule.size
         else:
-            match = re.fullmatch(r"(\d{1,4}):(\d{1,4})", rule) if isinstance(rule, str) else None
+            match = re.fullmatch("(0|[1-9][0-9]{0,3}):(0|[1-9][0-9]{0,3})", rule) if isinstance(rule, str) else None
             if match is None:
                 raise PatternError(f"pattern must have the form 'N:M' (N kept of every M), such as '2:4'; got {rule!r}")
             kept, size = int(match[1]), int(match[2])
