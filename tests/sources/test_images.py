@@ -361,3 +361,10 @@ def test_a_picture_that_became_a_pipe_does_not_block(tmp_path):
     os.mkfifo(data.pictures[0].path)
     with pytest.raises(DataError, match="not a regular file"):
         data[0]
+
+
+def test_a_tar_that_is_a_pipe_does_not_block(tmp_path):
+    os.mkfifo(tmp_path / "x.tar")
+    for where in (tmp_path / "x.tar", tmp_path):
+        with pytest.raises(DataError, match=r"x\.tar: images must be in folders or uncompressed \.tar files"):
+            find_pictures(str(where))

@@ -88,7 +88,7 @@ def as_rgb(image: Image.Image) -> Image.Image:
 
 def is_hidden(name: str) -> bool:
     """Whether a file or folder belongs to the system: dotfiles (._x.jpg), and the __MACOSX folder of macOS archives."""
-    return name.startswith(".") or name == "__MACOSX"
+    return (name.startswith(".") and name not in (".", "..")) or name == "__MACOSX"
 
 
 def find_pictures(where: str) -> tuple[list[Picture], list[str]]:
@@ -99,7 +99,7 @@ def find_pictures(where: str) -> tuple[list[Picture], list[str]]:
     paths = tars if path.is_dir() else [path] if path.is_file() else _expand(where)
     if not paths:
         raise DataError(f"{where}: no such folder or tar file; 'digits' is the built-in dataset")
-    if strange := [p for p in paths if p.suffix != ".tar"]:
+    if strange := [p for p in paths if p.suffix != ".tar" or (p.exists() and not p.is_file() and not p.is_dir())]:
         raise DataError(f"{listed(strange)}: images must be in folders or uncompressed .tar files")
     return _in_tars(paths)
 
@@ -149,9 +149,7 @@ def _in_tars(paths: Sequence[Path]) -> tuple[list[Picture], list[str]]:
             with tarfile.open(path, "r:") as tar:
                 for member in tar:
                     folder, _, base = member.name.rpartition("/")
-                    if not member.isfile() or any(
-                        is_hidden(part) for part in member.name.removeprefix("./").split("/")
-                    ):
+                    if not member.isfile() or any(map(is_hidden, member.name.split("/"))):
                         continue
                     key = f"{path}/{folder}/{base.partition('.')[0]}"
                     if base.lower().endswith(ENDINGS):
