@@ -10,6 +10,7 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.nn.utils import parametrize, prune
 from torch.nn.utils.spectral_norm import SpectralNorm, remove_spectral_norm
 from torch.nn.utils.weight_norm import WeightNorm, remove_weight_norm
@@ -128,6 +129,7 @@ def clone(model: nn.Module) -> nn.Module:
     try:
         result = copy.deepcopy(model, memo)
     except Exception as error:  # a model may hold anything, and deepcopy raises whatever that raises
+        check_initialised(model)
         raise ModelError(
             f"{type(model).__name__} cannot be copied ({first_line(error)}); {_WHY_COPY}: "
             f"remove what copy.deepcopy(model) fails on"
@@ -139,6 +141,20 @@ def clone(model: nn.Module) -> nn.Module:
             body = {key: value for key, value in vars(kind).items() if key not in ("__dict__", "__weakref__")}
             module.__class__ = type(kind.__name__, kind.__bases__, body)
     return result
+
+
+def check_initialised(model: nn.Module) -> None:
+    """Raise `ModelError` if a lazy layer of the model has no weights yet."""
+    lazy = [
+        name
+        for name, module in model.named_modules()
+        if any(is_lazy(tensor) for tensor in (*module.parameters(recurse=False), *module.buffers(recurse=False)))
+    ]
+    if lazy:
+        raise ModelError(
+            f"{type(model).__name__} has lazy layers that are not initialised yet: {listed(lazy)}; "
+            f"run the model on a batch first, which gives them their weights"
+        )
 
 
 def _check_apart(model: nn.Module, copied: nn.Module) -> None:

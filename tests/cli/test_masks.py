@@ -167,3 +167,12 @@ def test_the_inputs_are_never_written_over_by_a_failing_command(halve, net, mask
     halve("unpack", masks, "--out", "net.safetensors", code=2)
     halve("pack", "zoo.py:plain", "--masks", masks, "--out", "net.safetensors", code=2)
     assert {path.name: path.read_bytes() for path in folder.glob("*.safetensors")} == before
+
+
+def test_what_a_file_says_cannot_control_the_terminal(halve, masks, folder):
+    read = package.load(masks)
+    hostile = package.MaskSet({"a\x1b[2J\u202e": read["body"]}, recipe={"\x1b]0;x\x07": "\x9b1m\u2066"})
+    hostile.save(folder / "hostile.masks.safetensors")
+    result = halve("inspect", "hostile.masks.safetensors")
+    assert "\\x1b[2J\\u202e" in result.out
+    assert result.out.replace("\n", "").isprintable()

@@ -70,3 +70,20 @@ def test_shares_are_shown_as_percent(share, digits, text):
 )
 def test_sizes_are_shown_for_a_person(count, text):
     assert show.size(count) == text
+
+
+HOSTILE = "a\x1b]0;title\x07\x9b2J\u202eb\u2066\u200f\x7f\r\x08\u2028c\ud800"
+
+
+@pytest.mark.parametrize("print_", [show.say, show.note, show.fail, lambda text: show.table(text, ("x",), [(text,)])])
+def test_control_characters_never_reach_the_terminal(capsys, print_):
+    print_(HOSTILE)
+    shown = "".join(capsys.readouterr())
+    assert "\\x1b]0;title\\x07\\x9b2J\\u202eb" in shown
+    assert shown.isascii()
+    assert shown.replace("\n", "").isprintable()
+
+
+def test_ordinary_text_is_printed_as_it_is():
+    for text in ("layer1.0.conv2", "ä:ö, \u4e2d\u6587, 3 % \u2192 x", "one\ntwo"):
+        assert show.printable(text) == text

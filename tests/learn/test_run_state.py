@@ -1,14 +1,18 @@
 import dataclasses
+import json
+import random as random_
 
 import pytest
+import safetensors.torch
 import torch
 
 import halve
-from halve.errors import FileError
-from halve.learn.run_state import FORMAT, RunState, optimizer_state, restore_
+from benchmarks.fuzz_files import mutated
+from halve.errors import FileError, HalveError, LearningWarning
+from halve.learn.run_state import FORMAT, RunState, optimizer_state, restore_, saved_permutation
 from halve.masks import storage
 from tests.random_masks import random
-from tests.tiny import convnet, images, learn
+from tests.tiny import convnet, images, interrupting, learn
 from tests.untouched import same_bits
 
 IDENTITY = {
@@ -19,7 +23,7 @@ IDENTITY = {
 
 
 def a_state(size=12, **changes):
-    tensors = {name: random(size, seed=i) for i, name in enumerate(("logits", "exp_avg", "exp_avg_sq"))}
+    tensors = {name: random(size, seed=i).abs() for i, name in enumerate(("logits", "exp_avg", "exp_avg_sq"))}
     return RunState(**{"identity": IDENTITY, "step": 7, "batches": 14, "seconds": 2.5, **tensors, **changes})
 
 
@@ -99,16 +103,144 @@ def test_a_missing_file_and_another_kind_of_file_are_file_errors(tmp_path):
         {"logits": torch.zeros(11)},
         {"exp_avg": torch.zeros(13)},
         {"exp_avg_sq": torch.zeros(12, 1)},
-        {"step": -1},
-        {"batches": None},
-        {"seconds": "long"},
+        {"logits": torch.zeros(12, dtype=torch.float64)},
+        {"exp_avg": torch.zeros(12, dtype=torch.int32)},
     ],
     ids=lambda changes: next(iter(changes)),
 )
-def test_wrong_sizes_and_numbers_are_file_errors(tmp_path, changes):
+def test_wrong_sizes_and_types_are_file_errors(tmp_path, changes):
     path = a_state(**changes).save(tmp_path / "run")
     with pytest.raises(FileError, match="does not hold the state of 12 logits"):
         RunState.load(path, IDENTITY, torch.zeros(12))
+
+
+@pytest.mark.parametrize("key", ["step", "batches", "seconds"])
+@pytest.mark.parametrize("value", [-1, None, "long", True, 10**13, 10**400, [[1]], {}, -0.5])
+def test_impossible_numbers_are_file_errors_that_name_them(tmp_path, key, value):
+    path = a_state(**{key: value}).save(tmp_path / "run")
+    with pytest.raises(FileError, match=f"damaged: {key} must be"):
+        RunState.load(path, IDENTITY, torch.zeros(12))
+
+
+def test_an_infinite_number_is_a_file_error(tmp_path):
+    path = a_state(seconds=12345).save(tmp_path / "run")
+    _, _, tensors = storage.read(path, [FORMAT])
+    metadata = {"format": FORMAT.name, "version": str(FORMAT.version)}
+    metadata["header"] = json.dumps(header_of(a_state(seconds=12345))).replace("12345", "1e999")
+    metadata["sha256"] = storage._checksum(metadata, tensors)
+    path.write_bytes(safetensors.torch.save(tensors, metadata))
+    with pytest.raises(FileError, match="seconds must be a number"):
+        RunState.load(path, IDENTITY, torch.zeros(12))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"logits": torch.full((12,), float("inf"))},
+        {"exp_avg": torch.full((12,), float("nan"))},
+        {"exp_avg_sq": torch.full((12,), -1.0)},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_tensors_that_no_run_can_go_on_from_are_file_errors(tmp_path, changes):
+    with pytest.raises(FileError, match="must be finite"):
+        RunState.load(a_state(**changes).save(tmp_path / "run"), IDENTITY, torch.zeros(12))
+
+
+def header_of(state):
+    return {key: getattr(state, key) for key in ("identity", "step", "batches", "seconds", "permutation")}
+
+
+SUMMARY = {
+    "axes": 1,
+    "layers": 1,
+    "fixed": {"0": "first layer"},
+    "not_whole": "",
+    "not_run": [],
+    "kept_before": 0.5,
+    "kept_after": 0.6,
+    "finished": True,
+    "seconds": 0.1,
+}
+PERMUTATION = {
+    "orders": [[7, 6, 5, 4, 3, 2, 1, 0]],
+    "layers": {"3": 0},
+    "moves": {"3.weight": {"1": 0}, "0.weight": {"0": 0}},
+    "summary": SUMMARY,
+}
+
+
+def permutation_of(tmp_path, permutation):
+    path = a_state(permutation=permutation).save(tmp_path / "run")
+    return saved_permutation(path, convnet(), halve.select(convnet()).masked)
+
+
+@pytest.mark.parametrize("permutation", [None, {"reason": "no graph"}, PERMUTATION])
+def test_channel_orders_come_back(tmp_path, permutation):
+    assert permutation_of(tmp_path, permutation) == permutation
+
+
+@pytest.mark.parametrize(
+    ("change", "what"),
+    [
+        ([], "a list"),
+        ({"reason": 3}, "reason"),
+        ({"reason": "x", "orders": []}, "reason"),
+        ({}, "keys"),
+        (PERMUTATION | {"orders": None}, "list of lists"),
+        (PERMUTATION | {"orders": [[0, 0, 1, 2, 3, 4, 5, 6]]}, "not a permutation"),
+        (PERMUTATION | {"orders": [[0.0, 1, 2, 3, 4, 5, 6, 7]]}, "not a permutation"),
+        (PERMUTATION | {"orders": [["a"]]}, "not a permutation"),
+        (PERMUTATION | {"orders": [[1, 0]]}, "channel order must be a permutation"),
+        (PERMUTATION | {"layers": {"unknown": 0}}, "no masked layer is called unknown"),
+        (PERMUTATION | {"layers": {"3": 1}}, "refer to orders"),
+        (PERMUTATION | {"layers": {"3": -1}}, "refer to orders"),
+        (PERMUTATION | {"layers": {"3": True}}, "refer to orders"),
+        (PERMUTATION | {"layers": []}, "objects"),
+        (PERMUTATION | {"moves": {"3.weight": 0}}, "object"),
+        (PERMUTATION | {"moves": {"3.weight": {"-1": 0}}}, "dimensions"),
+        (PERMUTATION | {"moves": {"unknown.weight": {"0": 0}}}, "unknown.weight does not exist"),
+        (PERMUTATION | {"moves": {"8.weight": {"0": 0}}}, "has shape"),
+        (PERMUTATION | {"summary": {}}, "summary"),
+        (PERMUTATION | {"summary": SUMMARY | {"kept_after": "much"}}, "kept_after"),
+        (PERMUTATION | {"summary": SUMMARY | {"fixed": {"a": 1}}}, "reasons"),
+    ],
+)
+def test_channel_orders_that_do_not_fit_are_file_errors(tmp_path, change, what):
+    with pytest.raises(FileError, match=what):
+        permutation_of(tmp_path, change)
+
+
+def test_mutated_headers_are_refused_or_read_but_nothing_else(tmp_path):
+    """A thousand headers, each with up to three things changed, and a checksum that fits."""
+    model, logits = convnet(), torch.zeros(12)
+    choices = halve.select(model).masked
+    valid = header_of(a_state(permutation=PERMUTATION))
+    _, _, tensors = storage.read(a_state().save(tmp_path / "run"), [FORMAT])
+    refused = 0
+    for seed in range(1000):
+        rng, header = random_.Random(seed), valid
+        for _ in range(rng.randint(1, 3)):
+            header = mutated(header, rng)
+        try:
+            path = storage.write(tmp_path / "mutated", FORMAT, header, tensors)
+            saved_permutation(path, model, choices)
+            RunState.load(path, IDENTITY, logits)
+        except HalveError:
+            refused += 1
+    assert 500 < refused < 1000
+
+
+@pytest.mark.parametrize(("step", "batches"), [(2, 10**12), (2, 5), (10**12, 10**12)])
+def test_a_run_state_with_more_batches_than_steps_does_not_hang(tmp_path, step, batches):
+    model, path = convnet(), tmp_path / "run"
+    options = {"minutes": 1e6} if step > 2 else {"steps": 4}
+    with pytest.warns(LearningWarning, match="interrupted"):
+        learn(model, [images(4)] * 2, run_state=path, report=interrupting(2), **options)
+    _, header, tensors = storage.read(path, [FORMAT])
+    storage.write(path, FORMAT, header | {"step": step, "batches": batches}, tensors)
+    with pytest.raises(FileError, match=f"it says {batches:,}"):
+        learn(model, [images(4)] * 2, run_state=path, resume=True, **options)
 
 
 def test_missing_tensors_and_identities_are_file_errors(tmp_path):

@@ -13,7 +13,7 @@ def test_packed_bits_come_back(bits, values):
     stream = pack_bits(values, bits)
     assert stream.dtype == torch.uint8
     assert stream.numel() == -(-len(values) * bits // 8)
-    assert torch.equal(unpack_bits(stream, len(values), bits), values)
+    assert torch.equal(unpack_bits(stream, len(values), bits, torch.int64), values)
 
 
 def test_bits_lie_lowest_first_as_specified():

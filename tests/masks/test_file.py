@@ -15,7 +15,7 @@ import halve
 from halve.errors import FileError
 from halve.masks import storage
 from halve.masks.bits import pack_bits
-from halve.masks.file import FORMAT, SUFFIX, header_of, load, save, tensors_of
+from halve.masks.file import FORMAT, MAX_RECIPE, SUFFIX, header_of, load, save, tensors_of
 from halve.masks.layout import Layout
 from halve.masks.mask import MaskSet
 from halve.masks.pattern import Pattern
@@ -308,3 +308,32 @@ def test_loading_shares_nothing_between_two_reads(path):
     kept = copy.copy(one["head"].codes)
     load(path)["head"].codes.zero_()
     assert torch.equal(load(path)["head"].codes, kept)
+
+
+def nested(depth):
+    value = 0
+    for _ in range(depth):
+        value = [value]
+    return value
+
+
+def test_recipes_have_a_depth_and_a_size(tmp_path):
+    """What cannot be read is not written either: a reader could not trust a file that is."""
+    for value in (nested(29), "a" * (MAX_RECIPE - 100)):
+        assert load(small_set().with_recipe(x=value).save(tmp_path / "x")).recipe["x"] == value
+    for value in (nested(40), nested(100_000), "a" * MAX_RECIPE, "\ud800"):
+        with pytest.raises(FileError, match="recipe"):
+            small_set().with_recipe(x=value).save(tmp_path / "y")
+    assert not (tmp_path / "y").exists()
+
+
+@pytest.mark.parametrize(
+    "value", ["[" * 40 + "]" * 40, "[" * 100_000 + "]" * 100_000, '"' + "a" * MAX_RECIPE + '"', r'"\ud800"']
+)
+def test_crafted_recipes_that_are_deep_large_or_no_text_are_refused(tmp_path, value):
+    text = '{"layers": {}, "recipe": {"x": VALUE}}'.replace("VALUE", value)
+    metadata = {"format": FORMAT.name, "version": str(FORMAT.version), "header": text}
+    metadata["sha256"] = storage._checksum(metadata, {})
+    (tmp_path / "x").write_bytes(safetensors.torch.save({}, metadata))
+    with pytest.raises(FileError, match="damaged"):
+        load(tmp_path / "x")

@@ -52,6 +52,14 @@ def test_from_blocks_is_the_inverse_of_to_blocks(layout):
 
 
 @given(any_layout)
+def test_flat_indices_are_those_of_the_blocks(layout):
+    weight = torch.arange(layout.weights).reshape(layout.shape)
+    rows, blocks, places = torch.meshgrid(*map(torch.arange, (layout.rows, layout.blocks, layout.block)), indexing="ij")
+    order = None if layout.channel_order is None else torch.tensor(layout.channel_order)
+    assert torch.equal(layout.flat_index(rows, blocks, places, order), layout.to_blocks(weight, fill=-1))
+
+
+@given(any_layout)
 def test_every_weight_is_in_exactly_one_block(layout):
     counted = layout.to_blocks(torch.arange(1.0, layout.weights + 1).reshape(layout.shape))
     assert counted[counted > 0].sort().values.tolist() == list(range(1, layout.weights + 1))

@@ -8,6 +8,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, prune, spectral_norm, weight_norm
 from torchvision import models
 
+import halve
 from halve import Pattern, select
 from halve.errors import ModelError, OptionError, PatternError
 from tests.untouched import untouched
@@ -230,6 +231,30 @@ def test_a_lazy_layer_asks_for_a_first_run():
     assert masked(model) == []
     model(torch.zeros(1, 4, 5, 5))
     assert masked(model) == ["0", "2"]
+
+
+def lazy():
+    return nn.Sequential(nn.Conv2d(8, 8, 3), nn.LazyConv2d(8, 3), nn.LazyBatchNorm2d(), nn.Flatten(), nn.Linear(8, 4))
+
+
+def test_a_lazy_layer_is_a_reason_where_it_is_listed_and_an_error_where_the_model_is_used():
+    assert masked(lazy()) == ["0"]
+    assert reasons(lazy())["1"] == "not initialised yet: run the model once"
+    batch, none = torch.randn(2, 8, 5, 5), halve.MaskSet({})
+    uses = {
+        "prune": lambda: halve.prune(lazy()),
+        "learn": lambda: halve.learn(lazy(), batch, steps=1),
+        "compile": lambda: halve.compile(lazy(), none, batch),
+        "evaluate": lambda: halve.evaluate(lazy(), none, [batch]),
+    }
+    for use in uses.values():
+        with pytest.raises(ModelError, match="not initialised yet: 1, 2; run the model"):
+            use()
+    for name in ("learn", "compile", "evaluate"):  # a lazy layer can be copied where a lazy BatchNorm cannot
+        model = nn.Sequential(nn.Conv2d(8, 8, 3), nn.LazyConv2d(8, 3))
+        call = {"learn": (batch,), "compile": (none, batch), "evaluate": (none, [batch])}[name]
+        with pytest.raises(ModelError, match="not initialised yet: 1; run the model"):
+            getattr(halve, name)(model, *call)
 
 
 def test_a_model_on_the_meta_device_has_no_numbers_to_mask():

@@ -2,6 +2,9 @@ import contextlib
 import gzip
 import io
 import os
+import socket
+import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -274,3 +277,94 @@ def test_a_link_that_leads_back_adds_no_pictures(tmp_path):
     (tmp_path / "d" / "cat" / "loop").symlink_to("..", target_is_directory=True)
     after, _ = find_pictures(str(folder))
     assert len(after) == len(before)
+
+
+RAMP = np.linspace(0, 1, 64).reshape(8, 8)
+
+
+def saved(path, pixels, **options):
+    Image.fromarray(pixels).save(path, **options)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("name", "pixels"),
+    [
+        ("x.png", np.rint(RAMP * 65535).astype(np.uint16)),
+        ("x.tif", np.rint(RAMP * 65535).astype(np.uint16)),
+        ("x.tif", np.rint(RAMP * 65535).astype(np.int32)),
+        ("x.tif", np.rint(RAMP * 2**31 - 2**30).astype(np.int32)),
+        ("x.tif", RAMP.astype(np.float32)),
+        ("x.tif", (RAMP * 1000 - 500).astype(np.float32)),
+    ],
+    ids=["png, 16 bits", "tiff, 16 bits", "tiff, 32 bits", "tiff, large", "tiff, 0 to 1", "tiff, other range"],
+)
+def test_deep_pictures_are_scaled_by_their_range(tmp_path, name, pixels):
+    saved(tmp_path / name, pixels)
+    found = opened(tmp_path)[0]
+    assert found.shape == (8, 8, 3)
+    assert np.abs(found[..., 0] - 255 * RAMP).max() <= 1
+
+
+def test_a_dark_deep_picture_stays_dark(tmp_path):
+    saved(tmp_path / "x.png", np.full((8, 8), 655, np.uint16))
+    saved(tmp_path / "y.tif", np.full((8, 8), 0.01, np.float32))
+    assert all((image <= 3).all() for image in opened(tmp_path))
+
+
+def test_16_bit_colours_are_scaled(tmp_path):
+    """Pillow reads them as 8 bits."""
+    chunks = np.repeat(np.rint(RAMP * 65535).astype(">u2")[..., None], 3, 2)
+    raw = b"".join(b"\0" + row.tobytes() for row in chunks)
+
+    def chunk(kind, content):
+        return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
+
+    header = chunk(b"IHDR", struct.pack(">IIBBBBB", 8, 8, 16, 2, 0, 0, 0))
+    content = b"\x89PNG\r\n\x1a\n" + header + chunk(b"IDAT", zlib.compress(raw)) + chunk(b"IEND", b"")
+    (tmp_path / "x.png").write_bytes(content)
+    assert np.abs(opened(tmp_path)[0][..., 0] - 255 * RAMP).max() <= 1
+
+
+def test_pixels_that_are_no_numbers_are_a_data_error(tmp_path):
+    saved(tmp_path / "x.tif", np.full((8, 8), np.nan, np.float32))
+    with pytest.raises(DataError, match=r"x\.tif is not a readable image: .*NaN"):
+        opened(tmp_path)[0]
+
+
+def test_what_macos_leaves_is_no_class_and_no_picture(tmp_path):
+    root = class_folders(tmp_path / "d")
+    (root / "__MACOSX" / "cat").mkdir(parents=True)
+    for name in ("__MACOSX/cat/._0.png", "__MACOSX/cat/0.png", "cat/._0.png", "._x.png"):
+        (root / name).write_bytes(b"resource fork")
+    assert opened(root).class_names == ["cat", "dog"]
+    assert len(opened(root)) == 6
+    names = ("cat/0.png", "dog/0.png", "__MACOSX/cat/._0.png", "__MACOSX/cat/0.png", "cat/._0.png", ".cache/1.png")
+    tar = tar_of(tmp_path / "x.tar", dict.fromkeys(names, encoded()))
+    assert opened(tar).class_names == ["cat", "dog"]
+    assert len(opened(tar)) == 2
+    assert len(opened(tar_of(tmp_path / "y.tar", {"./cat/0.png": encoded()}))) == 1
+
+
+def test_a_pipe_a_socket_and_a_device_are_no_pictures(tmp_path):
+    root = class_folders(tmp_path / "d")
+    os.mkfifo(root / "cat" / "pipe.png")
+    (root / "cat" / "device.png").symlink_to("/dev/zero")
+    with socket.socket(socket.AF_UNIX) as server, contextlib.chdir(root / "cat"):
+        server.bind("socket.png")
+    assert len(opened(root)) == 6
+
+
+def test_a_picture_that_became_a_pipe_does_not_block(tmp_path):
+    data = opened(class_folders(tmp_path / "d"))
+    data.pictures[0].path.unlink()
+    os.mkfifo(data.pictures[0].path)
+    with pytest.raises(DataError, match="not a regular file"):
+        data[0]
+
+
+def test_a_tar_that_is_a_pipe_does_not_block(tmp_path):
+    os.mkfifo(tmp_path / "x.tar")
+    for where in (tmp_path / "x.tar", tmp_path):
+        with pytest.raises(DataError, match=r"x\.tar: images must be in folders or uncompressed \.tar files"):
+            find_pictures(str(where))

@@ -13,7 +13,7 @@ from halve.batches import Forward, Progress, iterate, labels_of, run
 from halve.errors import DataError, ModelError, OptionError
 from halve.masks.apply import OnChanged, apply
 from halve.masks.mask import MaskSet
-from halve.modules import clone
+from halve.modules import check_initialised, clone
 
 _TOP = 5
 
@@ -65,6 +65,7 @@ def evaluate(
     >>> result.agreement, result.top1 == result.dense_top1
     (1.0, True)
     """
+    check_initialised(model)
     if masks is not None:
         if dense is not None:
             raise OptionError("evaluate accepts masks or dense=, not both: with masks, `model` is the dense one")

@@ -3,6 +3,7 @@
 import json
 import re
 import sys
+import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ from halve.masks.mask import MaskSet
 
 OUT, ERR = Console(), Console(stderr=True)
 _option_names: list[str] = []  # of all commands, as Python spells them
+# Control characters (escape sequences), formatting ones (bidirectional overrides), surrogates, other line breaks.
+_CONTROLS = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -25,11 +28,28 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
         right = column.startswith(">")
         grid.add_column(column.lstrip(">"), justify="right" if right else "left", overflow="fold")
     for row in rows:
-        grid.add_row(*(Text(cell) for cell in row))
+        grid.add_row(*(Text(printable(cell)) for cell in row))
     # fold lines on a terminal only, not in a log or a pipe
     out = OUT if OUT.is_terminal else Console(width=1000)
-    out.print(Text(title, style="bold"), soft_wrap=True)
+    out.print(Text(printable(title), style="bold"), soft_wrap=True)
     out.print(grid)
+
+
+def printable(text: str) -> str:
+    r"""Return text with escapes in place of characters that could control a terminal or reorder what it shows.
+
+    Names, recipes and errors may come from a file that someone else wrote. Line breaks stay.
+
+    >>> printable("layer\x1b[2J\u202e\n2")
+    'layer\\x1b[2J\\u202e\n2'
+    """
+    return text if text.isascii() and text.isprintable() else "".join(map(_escaped, text))
+
+
+def _escaped(character: str) -> str:
+    if character == "\n" or unicodedata.category(character) not in _CONTROLS:
+        return character
+    return character.encode("unicode_escape", "backslashreplace").decode("ascii")
 
 
 def as_options(text: str) -> str:
@@ -58,17 +78,17 @@ def know_options(flags: Iterable[str]) -> None:
 
 def say(text: str) -> None:
     """Print a line on standard output."""
-    OUT.print(Text(text), soft_wrap=True)
+    OUT.print(Text(printable(text)), soft_wrap=True)
 
 
 def note(text: str) -> None:
     """Print a note or a warning on standard error."""
-    ERR.print(Text(as_options(text)), style="yellow", soft_wrap=True)
+    ERR.print(Text(printable(as_options(text))), style="yellow", soft_wrap=True)
 
 
 def fail(text: str) -> None:
     """Print an error on standard error."""
-    ERR.print(Text(f"error: {as_options(text)}"), style="red", soft_wrap=True)
+    ERR.print(Text(printable(f"error: {as_options(text)}")), style="red", soft_wrap=True)
 
 
 def as_json(value: Any) -> None:

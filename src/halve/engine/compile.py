@@ -20,7 +20,7 @@ from halve.errors import EngineError, ModelError, OptionError
 from halve.graph import Captured, capture
 from halve.masks.apply import OnChanged, apply
 from halve.masks.mask import MaskSet
-from halve.modules import convert_
+from halve.modules import check_initialised, convert_
 
 NETWORK = "the network"  # its name in `Plan.uncompiled`
 
@@ -105,6 +105,7 @@ def _compiled(
     on_changed: OnChanged,
 ) -> Compiled:
     """The captured, fused and converted network. Every layer still uses the fallback kernel."""
+    check_initialised(model)
     exact = torch.float64 if dtype == torch.float64 else torch.float32  # BatchNorm is folded in this dtype
     masked = apply(model, masks, on_changed=on_changed).eval()
     convert_(masked, exact, inputs[0].device)

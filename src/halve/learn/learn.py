@@ -150,7 +150,7 @@ def learn(
     stream = BatchStream(data, processes.rank, processes.count)
 
     # initialize and permute
-    known = saved_permutation(run_state) if resume and run_state is not None else None
+    known = saved_permutation(run_state, model, layers.choices) if resume and run_state is not None else None
     search = None
     if _wants_search(permute, known, resume, settings, preset, layers):
         example = _example(inputs, settings, stream) if example is None else example

@@ -18,13 +18,14 @@ from halve.learn.interrupt import deferred_interrupt
 from halve.learn.learner import Learner
 from halve.learn.probe import Estimate, probe_step
 from halve.learn.reporting import Report, Reporter
-from halve.learn.run_state import RunFile
+from halve.learn.run_state import RunFile, RunState
 from halve.learn.schedule import Schedule, StepValues
 from halve.learn.settings import Settings
 from halve.learn.step_graph import StepGraph
 from halve.learn.stream import BatchStream
 
 _EPSILON = 1e-10  # with millions of blocks, gradients are tiny
+_MAX_STEPS_PER_SECOND = 100_000  # beyond any machine
 _LOOK_EVERY = 10  # steps between looks at entropy and changed blocks; on a GPU, between synchronizations
 
 Ended = Literal["finished", "interrupted", "data exhausted", "not finite", "failed"]
@@ -257,10 +258,12 @@ class Loop:
     def _resume(self) -> None:
         assert self.file is not None
         state = self.file.restore_(self.optimizer, self.logits)
+        self._check_progress(state)
         self.step, self.batches, self.seconds_before = state.step, state.batches, state.seconds
+        left = state.step < self.steps if self.steps is not None else state.seconds < 60 * (self.minutes or 0)
         if self.stream.repeats:
             try:
-                self.stream.skip(state.batches)
+                self.stream.skip(state.batches if left else min(state.batches, 1))  # a finished run reads no more
             except StopIteration:
                 raise DataError(
                     f"the data has no batches left to resume with: {self.file.path} was learned from {state.batches}"
@@ -271,6 +274,16 @@ class Loop:
                 "and the masks will not be bit-identical to those of an uninterrupted run",
                 LearningWarning,
                 stacklevel=4,
+            )
+
+    def _check_progress(self, state: RunState) -> None:
+        """Raise `FileError` for a state that no run reaches: skipping its batches could take forever."""
+        assert self.file is not None
+        batches, steps = state.step * self.settings.accumulate, 1 + _MAX_STEPS_PER_SECOND * state.seconds
+        if state.batches > batches or (self.steps is None and state.step > steps):
+            raise FileError(
+                f"{self.file.path} is damaged: {state.step:,} steps in {state.seconds:,.0f} s read at most {batches:,} "
+                f"batches, it says {state.batches:,}; start a new run with another run_state="
             )
 
     def _exhausted(self) -> Ended:

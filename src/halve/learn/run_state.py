@@ -1,18 +1,23 @@
 """The state of a learning run in a file: a run that is killed resumes from the last one that was saved."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from halve.errors import FileError, listed
+from halve.errors import FileError, MaskError, listed
 from halve.masks import storage
+from halve.masks.moves import check_moves
+from halve.permute.permute import Permutation
+from halve.select.select import Choice
 
 FORMAT = storage.Format("halve.learning", 1, "run state", "'halve learn'")
 SUFFIX = ".learning.safetensors"
+_HEADER = ("identity", "step", "batches", "seconds", "permutation")
+_LARGEST = 10**12  # steps, batches or seconds: beyond any run
 _TENSORS = ("logits", "exp_avg", "exp_avg_sq")
 
 
@@ -36,8 +41,7 @@ class RunState:
 
     def save(self, path: str | Path) -> Path:
         """Write the file atomically."""
-        names = ("identity", "step", "batches", "seconds", "permutation")
-        header = {name: getattr(self, name) for name in names}
+        header = {name: getattr(self, name) for name in _HEADER}
         return storage.write(path, FORMAT, header, {name: getattr(self, name) for name in _TENSORS})
 
     @classmethod
@@ -54,21 +58,16 @@ class RunState:
                 f"{path} is the state of another run: {listed(shown, 4)} differ; "
                 f"resume with the same settings, or start a new run with another run_state="
             )
-        numbers = [header.get(key) for key in ("step", "batches", "seconds")]
-        shapes = {tuple(tensors[name].shape) if name in tensors else None for name in _TENSORS}
-        if shapes != {tuple(logits.shape)} or not all(isinstance(n, int | float) and n >= 0 for n in numbers):
-            raise FileError(f"{path} is damaged: it does not hold the state of {logits.numel():,} logits")
-        step, batches, seconds = numbers
-        return cls(
-            dict(identity),
-            int(step or 0),
-            int(batches or 0),
-            float(seconds or 0),
-            tensors["logits"],
-            tensors["exp_avg"],
-            tensors["exp_avg_sq"],
-            header.get("permutation"),
-        )
+        if header.keys() != set(_HEADER):
+            raise FileError(f"{path} is damaged: its header must have the keys {', '.join(_HEADER)}")
+        step, batches = (_number(path, header, key, (int,)) for key in ("step", "batches"))
+        seconds = float(_number(path, header, "seconds", (int, float)))
+        _check_tensors(path, tensors, logits)
+        permutation = header["permutation"]
+        if not isinstance(permutation, dict | None):
+            raise FileError(f"{path} is damaged: its permutation must be a JSON object or null")
+        logits, exp_avg, exp_avg_sq = (tensors[name] for name in _TENSORS)
+        return cls(dict(identity), step, batches, seconds, logits, exp_avg, exp_avg_sq, permutation)
 
 
 @dataclass(frozen=True)
@@ -101,11 +100,28 @@ def check_new(path: str | Path) -> None:
         )
 
 
-def saved_permutation(path: str | Path) -> dict[str, Any] | None:
-    """Return what a run state says about channel orders; None if the run made no search."""
+def saved_permutation(path: str | Path, model: nn.Module, choices: Sequence[Choice]) -> dict[str, Any] | None:
+    """Return what a run state says about channel orders; None if the run made no search.
+
+    Raises `FileError` if the orders do not fit the model or the choices.
+    """
     _, header, _ = storage.read(path, [FORMAT])
     found = header.get("permutation")
-    return found if isinstance(found, dict) else None
+    if found is None:
+        return None
+    try:
+        if not isinstance(found, dict):
+            raise MaskError(f"expected an object, got a {type(found).__name__}")
+        if "reason" not in found:
+            check_moves(model, Permutation.restored(choices, found).moves)
+        elif found.keys() != {"reason"} or not isinstance(found["reason"], str):
+            raise MaskError("a reason must be text, and stand alone")
+    except MaskError as error:
+        raise FileError(
+            f"{path} is damaged, or the state of another run: its permutation: {error}; "
+            f"start a new run with another run_state="
+        ) from error
+    return found
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -124,6 +140,27 @@ def restore_(optimizer: torch.optim.Optimizer, logits: Tensor, state: RunState) 
             "exp_avg": state.exp_avg.to(logits),
             "exp_avg_sq": state.exp_avg_sq.to(logits),
         }
+
+
+def _number(path: str | Path, header: Mapping[str, Any], key: str, kinds: tuple[type, ...]) -> Any:
+    value = header[key]
+    if type(value) not in kinds or not 0 <= value <= _LARGEST:
+        what = "an integer" if kinds == (int,) else "a number"
+        raise FileError(f"{path} is damaged: {key} must be {what} from 0 to {_LARGEST:,}, got {_brief(value)}")
+    return value
+
+
+def _check_tensors(path: str | Path, tensors: Mapping[str, Tensor], logits: Tensor) -> None:
+    """Raise `FileError` unless the tensors are logits and averages that a run can go on from."""
+    shapes = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in tensors.items()}
+    if shapes != dict.fromkeys(_TENSORS, (tuple(logits.shape), logits.dtype)):
+        raise FileError(
+            f"{path} is damaged: it does not hold the state of {logits.numel():,} logits, "
+            f"which is {', '.join(_TENSORS)} of shape {tuple(logits.shape)} and type {logits.dtype}"
+        )
+    bad = [name for name, tensor in tensors.items() if bool(tensor.isnan().any())]
+    if bad or bool(tensors["logits"].isinf().any()) or bool((tensors["exp_avg_sq"] < 0).any()):
+        raise FileError(f"{path} is damaged: its logits and averages must be finite, and its squares not negative")
 
 
 def _flat(identity: Mapping[str, Any]) -> dict[str, Any]:

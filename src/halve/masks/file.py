@@ -6,6 +6,7 @@ holds each layer's pattern, layout and digests; the tensor `codes:LAYER` holds i
 are recalibrated BatchNorm buffers, and `order:K` are the orders that the header's `moves` refer to.
 """
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -25,6 +26,7 @@ from halve.masks.pattern import Pattern
 
 FORMAT = storage.Format("halve.masks", 1, "mask file", "'halve learn' or 'halve prune'")
 SUFFIX = ".masks.safetensors"
+MAX_RECIPE = 1 << 20
 _MAX_WEIGHTS = 1 << 40
 _TEXTS = {"pattern", "kind", "order"}
 _KEYS = _TEXTS | {"shape", "groups", "pad", "shared_with", "dense", "masked"}
@@ -57,7 +59,8 @@ def load(path: str | Path) -> MaskSet:
 
     def codes(name: str, pattern: Pattern, layout: Layout) -> Tensor:
         count = layout.rows * layout.blocks
-        return unpack_bits(tensors.pop(f"codes:{name}"), count, pattern.bits).reshape(layout.rows, layout.blocks)
+        stream = tensors.pop(f"codes:{name}")
+        return unpack_bits(stream, count, pattern.bits, pattern.dtype).reshape(layout.rows, layout.blocks)
 
     masks = masks_from(Path(path), header, tensors, codes)
     if tensors:
@@ -66,7 +69,12 @@ def load(path: str | Path) -> MaskSet:
 
 
 def header_of(masks: MaskSet) -> dict[str, Any]:
-    """The header entries of a MaskSet."""
+    """The header entries of a MaskSet. Raises `FileError` if its recipe cannot be stored."""
+    try:
+        storage.check_json(masks.recipe)
+        _check_recipe(masks.recipe)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise FileError(f"the recipe cannot be stored: {error}") from error
     header = {"layers": {name: _describe(mask) for name, mask in masks.items()}, "recipe": masks.recipe}
     number = _numbers(masks.moves)
     moves = {
@@ -89,6 +97,11 @@ def tensors_of(masks: MaskSet) -> dict[str, Tensor]:
     return tensors
 
 
+def _check_recipe(recipe: Mapping[str, Any]) -> None:
+    if (size := len(json.dumps(recipe))) > MAX_RECIPE:
+        raise FileError(f"a recipe may take {MAX_RECIPE:,} bytes as JSON, got {size:,}")
+
+
 def _numbers(moves: Moves) -> dict[tuple[int, ...], int]:
     """A number for each distinct order: many tensors share one."""
     numbers: dict[tuple[int, ...], int] = {}
@@ -103,6 +116,10 @@ def masks_from(path: Path, header: Mapping[str, Any], tensors: dict[str, Tensor]
     layers, recipe = header.get("layers"), header.get("recipe")
     if not isinstance(layers, dict) or not isinstance(recipe, dict):
         raise FileError(f"{path} is damaged: layers and recipe must be JSON objects")
+    try:
+        _check_recipe(recipe)
+    except FileError as error:
+        raise FileError(f"{path} is damaged: {error}") from error
     masks = {}
     for name, entry in layers.items():
         try:

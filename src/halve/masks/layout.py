@@ -164,6 +164,39 @@ class Layout:
             x = x.transpose(1, 2)
         return x.reshape(self.shape)
 
+    def flat_index(self, row: Tensor, block: Tensor, place: Tensor, order: Tensor | None = None) -> Tensor:
+        """Index into the flattened weight of each place in a block; -1 for a virtual column.
+
+        Unlike `from_blocks`, this needs no tensor as large as all blocks, which may be mostly virtual.
+
+        Args:
+            row: Rows of the blocks.
+            block: Blocks within their rows.
+            place: Places within their blocks.
+            order: `channel_order` as a tensor; required if there is one.
+
+        >>> layout = Layout("linear", (2, 3), block=4, pad=True)
+        >>> layout.flat_index(torch.tensor([0, 1, 1]), torch.tensor([0, 0, 0]), torch.tensor([0, 2, 3])).tolist()
+        [0, 5, -1]
+        """
+        per_segment = self.blocks // self.segments
+        segment, column = block // per_segment, block % per_segment * self.block + place
+        virtual = column >= self.columns
+        column = column.masked_fill(virtual, 0)
+        per_group = self.rows // self.groups
+        group, row = row // per_group, row % per_group
+        if self.order == "flat":
+            channel, position = column // self.positions, column % self.positions
+        else:
+            channel, position = column, segment
+        if order is not None:
+            channel = order[group * self.channels + channel]
+        if self.kind == "conv_transpose":
+            index = (group * self.channels + channel) * per_group + row
+        else:
+            index = (group * per_group + row) * self.channels + channel
+        return (index * self.positions + position).masked_fill(virtual, -1)
+
     def real(self) -> Tensor:
         """Which places hold real weights: bool, (blocks, M), the same for every row."""
         segment = torch.arange(self.columns + self.virtual) < self.columns

@@ -15,6 +15,8 @@ from halve.masks.layout import Layout
 from halve.masks.moves import Moves, checked
 from halve.masks.pattern import Pattern
 
+_CHUNK = 1 << 18  # codes checked at a time, to bound the memory
+
 
 @dataclass(frozen=True, eq=False)
 class Mask:
@@ -59,10 +61,10 @@ class Mask:
             self._check_padding()
 
     def _check_padding(self) -> None:
-        tail = ~self.layout.real().all(1)
-        wasted = wasteful(self.pattern, self.layout)[tail]
-        columns = torch.arange(len(wasted))
-        if bool(wasted[columns, self.stored_codes[:, tail].long()].any()):
+        per_segment = self.layout.blocks // self.layout.segments
+        wasted = self.pattern.wasteful(self.layout.block - self.layout.virtual)
+        padded = self.stored_codes[:, per_segment - 1 :: per_segment].reshape(-1)
+        if any(bool(wasted[codes.long()].any()) for codes in padded.split(_CHUNK)):
             raise MaskError("a virtual column is kept where a real weight could be")
 
     @classmethod
@@ -94,8 +96,8 @@ class Mask:
     @property
     def kept_weights(self) -> int:
         """Number of real weights that are kept."""
-        segment = self.layout.real()[: self.layout.blocks // self.layout.segments]
-        kept = int(segment.sum(1).clamp(max=self.pattern.kept).sum())
+        full, rest = divmod(self.layout.columns, self.layout.block)
+        kept = full * self.pattern.kept + min(rest, self.pattern.kept)
         return kept * self.layout.segments * self.layout.rows
 
     def kept(self) -> Tensor:
@@ -130,9 +132,10 @@ def wasteful(pattern: Pattern, layout: Layout) -> Tensor:
     >>> wasteful(Pattern("2:4"), Layout("linear", (1, 3), 4, pad=True)).int().tolist()
     [[0, 0, 1, 0, 1, 1]]
     """
-    real = layout.real()
-    most = real.sum(1, keepdim=True).clamp(max=pattern.kept)
-    return (real.float() @ pattern.table().float().T) < most
+    per_segment = layout.blocks // layout.segments
+    result = torch.zeros(layout.blocks, pattern.count, dtype=torch.bool)
+    result[per_segment - 1 :: per_segment] = pattern.wasteful(layout.block - layout.virtual)
+    return result
 
 
 class MaskSet(Mapping[str, Mask]):

@@ -55,16 +55,22 @@ def _inverse(dims: Mapping[int, tuple[int, ...]]) -> dict[int, tuple[int, ...]]:
 
 def move_(copy: nn.Module, moves: Moves) -> None:
     """Reorder the channels of a model in place. Raises `MaskError` if the moves are for another model."""
-    named = [*copy.named_parameters(remove_duplicate=False), *copy.named_buffers(remove_duplicate=False)]
+    tensors = check_moves(copy, moves)
+    with torch.no_grad():
+        for name, dims in moves.items():
+            tensors[name].copy_(moved(tensors[name], dims))
+
+
+def check_moves(model: nn.Module, moves: Moves) -> dict[str, Tensor]:
+    """Return the model's tensors by name. Raises `MaskError` if the moves are for another model."""
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
     tensors = dict(named)
     for name, dims in moves.items():
         tensor = tensors.get(name)
         if tensor is None or not fits(tensor, dims):
             got = "does not exist" if tensor is None else f"has shape {tuple(tensor.shape)}"
             raise MaskError(f"the masks' channel orders are for another model: {name} {got} in this one")
-    with torch.no_grad():
-        for name, dims in moves.items():
-            tensors[name].copy_(moved(tensors[name], dims))
+    return tensors
 
 
 def fits(tensor: Tensor, dims: Mapping[int, tuple[int, ...]]) -> bool:

@@ -4,16 +4,17 @@ In fp16 a 2:4 layer takes 36 instead of 64 bits per block, 56 % of its dense siz
 unchanged. Unpacking returns the state dict of `apply(model, masks)` bit for bit, and the masks.
 """
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from halve.errors import FileError, HalveError, ModelError, OptionError, listed
+from halve.errors import FileError, HalveError, MaskError, ModelError, OptionError, listed
 from halve.masks import storage
 from halve.masks.apply import OnChanged, applied_in_checkpoint_order
-from halve.masks.bits import pack_bits, unpack_bits
+from halve.masks.bits import pack_bits, unpacked_chunks
 from halve.masks.file import header_of, masks_from, tensors_of
 from halve.masks.layout import Layout
 from halve.masks.mask import Mask, MaskSet
@@ -23,6 +24,8 @@ from halve.modules import weight_name
 
 FORMAT = storage.Format("halve.packed", 1, "packed checkpoint", "'halve pack'")
 SUFFIX = ".packed.safetensors"
+_MAX_GROWTH = 48  # dense bytes per stored byte: enough for 1:64 in 16 bits
+_FREE_GROWTH = 1 << 25
 
 
 class Unpacked(NamedTuple):
@@ -83,6 +86,8 @@ def pack(
             f"the state dict has no weight of {listed(lost)}, so it cannot be packed: "
             f"register it as a parameter or a buffer"
         )
+    dense = sum(masks[name].layout.weights * tensors[f"values:{name}"].itemsize for name in masks)
+    _check_growth(dense, sum(tensor.nbytes for tensor in tensors.values()))
     return storage.write(path, FORMAT, {**header_of(masks), "aliases": aliases}, tensors)
 
 
@@ -128,16 +133,24 @@ def unpack(path: str | Path) -> Unpacked:
         raise FileError(
             f"{path} is damaged: its header must have the keys layers, recipe, aliases and optionally moves"
         )
-    kept: dict[str, Tensor] = {}
+    stored = sum(tensor.nbytes for tensor in tensors.values())
+    dense = 0
 
     def codes(name: str, pattern: Pattern, layout: Layout) -> Tensor:
-        kept[name] = _kept(tensors.pop(f"indices:{name}"), tensors[f"values:{name}"], pattern, layout)
-        return pattern.encode(kept[name])
+        nonlocal dense
+        values = tensors[f"values:{name}"]
+        if tuple(values.shape) != (layout.rows, layout.blocks, pattern.kept):
+            expected = (layout.rows, layout.blocks, pattern.kept)
+            raise FileError(f"expected values of shape {expected}, got {tuple(values.shape)}")
+        dense += layout.weights * values.itemsize
+        _check_growth(dense, stored)
+        return _codes(tensors[f"indices:{name}"], pattern, layout)
 
     masks = masks_from(path, header, tensors, codes)
     try:
         state = {
-            weight_name(name): _weight(mask, kept[name], tensors.pop(f"values:{name}")) for name, mask in masks.items()
+            weight_name(name): _weight(mask, tensors.pop(f"indices:{name}"), tensors.pop(f"values:{name}"))
+            for name, mask in masks.items()
         }
         more = {key.removeprefix("tensor:"): tensors.pop(key) for key in list(tensors) if key.startswith("tensor:")}
         aliases = header["aliases"]
@@ -159,17 +172,45 @@ def _index_bits(pattern: Pattern) -> int:
     return max(1, (pattern.size - 1).bit_length())
 
 
-def _kept(stream: Tensor, values: Tensor, pattern: Pattern, layout: Layout) -> Tensor:
-    shape = (layout.rows, layout.blocks, pattern.kept)
-    if tuple(values.shape) != shape:
-        raise FileError(f"expected values of shape {shape}, got {tuple(values.shape)}")
-    index = unpack_bits(stream, values.numel(), _index_bits(pattern)).reshape(shape)
-    if bool((index >= pattern.size).any()) or bool((index.diff(dim=-1) <= 0).any()):
-        raise FileError(f"the indices of a block must ascend within 0..{pattern.size - 1}")
-    return torch.zeros(*shape[:2], pattern.size, dtype=torch.bool).scatter_(2, index, True)
+def _check_growth(dense: int, stored: int) -> None:
+    """Raise if the dense weights are so much larger than the file that it may have been crafted to fill the memory."""
+    if dense > _MAX_GROWTH * stored + _FREE_GROWTH:
+        raise MaskError(
+            f"the dense weights would take {dense:,} bytes, more than {_MAX_GROWTH} times the {stored:,} bytes stored; "
+            f"keep the dense checkpoint and a mask file instead of a packed checkpoint"
+        )
 
 
-def _weight(mask: Mask, kept: Tensor, values: Tensor) -> Tensor:
-    blocks = torch.zeros(kept.shape, dtype=values.dtype)
-    blocks[kept] = values.reshape(-1)
-    return mask.layout.from_blocks(blocks).contiguous()
+def _codes(stream: Tensor, pattern: Pattern, layout: Layout) -> Tensor:
+    """The codes of packed indices, one chunk of blocks at a time."""
+    blocks = layout.rows * layout.blocks
+    codes = torch.empty(blocks, dtype=pattern.dtype)
+    for start, index in _indices(stream, blocks, pattern):
+        if bool((index >= pattern.size).any()) or bool((index.diff(dim=-1) <= 0).any()):
+            raise FileError(f"the indices of a block must ascend within 0..{pattern.size - 1}")
+        codes[start : start + len(index)] = pattern.rank(index.long())
+    return codes.reshape(layout.rows, layout.blocks)
+
+
+def _weight(mask: Mask, stream: Tensor, values: Tensor) -> Tensor:
+    """The dense weight, filled one chunk of blocks at a time."""
+    layout, pattern = mask.layout, mask.pattern
+    same_width = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[values.itemsize]
+    weight = torch.zeros(layout.shape, dtype=values.dtype)
+    flat, stored = weight.reshape(-1).view(same_width), values.reshape(-1).view(same_width)
+    order = None if layout.channel_order is None else torch.tensor(layout.channel_order, dtype=torch.int32)
+    for start, index in _indices(stream, layout.rows * layout.blocks, pattern):
+        block = torch.arange(start, start + len(index)).unsqueeze(1)
+        where = layout.flat_index(block // layout.blocks, block % layout.blocks, index, order).reshape(-1)
+        part = stored[start * pattern.kept :][: where.numel()]
+        real = where >= 0
+        flat[where[real]] = part[real]
+    return weight
+
+
+def _indices(stream: Tensor, blocks: int, pattern: Pattern) -> Iterator[tuple[int, Tensor]]:
+    """The places of the kept weights, (blocks, N) for each chunk, with the number of its first block."""
+    start = 0
+    for chunk in unpacked_chunks(stream, blocks * pattern.kept, _index_bits(pattern), pattern.kept):
+        yield start, chunk.reshape(-1, pattern.kept)
+        start += len(chunk) // pattern.kept

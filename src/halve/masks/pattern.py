@@ -14,6 +14,7 @@ import math
 import re
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from halve.errors import PatternError
 MAX_CODES = 65_536
 MAX_SIZE = 256
 _CHUNK = 1 << 20  # blocks sorted at a time, to bound the memory of `choose`
+_TABLES = 4  # tables kept in memory: one takes up to 8 MB, and a file may name a thousand patterns
 
 
 @dataclass(frozen=True, init=False, order=True)
@@ -47,7 +49,7 @@ class Pattern:
         if isinstance(rule, Pattern):
             kept, size = rule.kept, rule.size
         else:
-            match = re.fullmatch(r"(\d{1,4}):(\d{1,4})", rule) if isinstance(rule, str) else None
+            match = re.fullmatch("(0|[1-9][0-9]{0,3}):(0|[1-9][0-9]{0,3})", rule) if isinstance(rule, str) else None
             if match is None:
                 raise PatternError(f"pattern must have the form 'N:M' (N kept of every M), such as '2:4'; got {rule!r}")
             kept, size = int(match[1]), int(match[2])
@@ -89,6 +91,15 @@ class Pattern:
         """All choices as bool, (count, M): row i is code i, True means kept."""
         return _table(self).clone()
 
+    def wasteful(self, real: int) -> Tensor:
+        """Which codes keep a position from `real` on where one before it could be kept: bool, (count,).
+
+        >>> Pattern("2:4").wasteful(3).int().tolist()
+        [0, 0, 1, 0, 1, 1]
+        """
+        table = _table(self)
+        return table[:, real:].any(1) if self.kept <= real else ~table[:, :real].all(1)
+
     def decode(self, codes: Tensor) -> Tensor:
         """Turn codes of any shape into a bool tensor of shape (*codes.shape, M), True for kept."""
         return _table(self).to(codes.device)[codes.long()]
@@ -97,8 +108,7 @@ class Pattern:
         """The inverse of `decode`: codes for a bool tensor of shape (..., M)."""
         if kept.shape[-1:] != (self.size,) or not bool((kept.sum(-1) == self.kept).all()):
             raise PatternError(f"cannot encode: every block must keep exactly {self.kept} of {self.size} weights")
-        positions = kept.nonzero()[:, -1].reshape(*kept.shape[:-1], self.kept)
-        return self._rank(positions)
+        return self.rank(kept.nonzero()[:, -1].reshape(*kept.shape[:-1], self.kept))
 
     def choose(self, scores: Tensor) -> Tensor:
         """The codes that keep the N highest scores of each block. Ties go to the lower position.
@@ -107,28 +117,33 @@ class Pattern:
             scores: Tensor of shape (..., M) without NaN.
         """
         flat = scores.reshape(-1, self.size)
-        codes = [self._rank(self._best(part)) for part in torch.split(flat, _CHUNK)]
+        codes = [self.rank(self._best(part)) for part in torch.split(flat, _CHUNK)]
         return torch.cat(codes).reshape(scores.shape[:-1]) if codes else flat.new_empty(0, dtype=self.dtype)
 
     def _best(self, scores: Tensor) -> Tensor:
         ranked = scores.sort(dim=-1, descending=True, stable=True).indices
         return ranked[:, : self.kept].sort(dim=-1).values
 
-    def _rank(self, positions: Tensor) -> Tensor:
-        """Lexicographic rank of ascending kept positions, (..., N)."""
+    def rank(self, positions: Tensor) -> Tensor:
+        """The codes of ascending kept positions, (..., N): their lexicographic rank."""
         rank = _rank_table(self).to(positions.device)
         steps = torch.arange(self.kept, device=positions.device)
         return (self.count - 1 - rank[steps, positions].sum(-1)).to(self.dtype)
 
 
-@functools.cache
+@functools.lru_cache(_TABLES)
 def _table(pattern: Pattern) -> Tensor:
-    table = torch.zeros(pattern.count, pattern.size, dtype=torch.bool)
-    chosen = torch.tensor(list(itertools.combinations(range(pattern.size), pattern.kept)))
-    return table.scatter_(1, chosen, True)
+    # List the kept or the dropped positions, whichever are fewer: 254:256 has 8 million kept ones. Where kept positions
+    # are in lexicographic order, the dropped ones are in reverse order.
+    few = min(pattern.kept, pattern.size - pattern.kept)
+    positions = itertools.chain.from_iterable(itertools.combinations(range(pattern.size), few))
+    listed = np.fromiter(positions, np.int64, pattern.count * few).reshape(pattern.count, few)
+    marked = torch.zeros(pattern.count, pattern.size, dtype=torch.bool)
+    marked.scatter_(1, torch.from_numpy(listed), True)
+    return marked if few == pattern.kept else ~marked.flip(0)
 
 
-@functools.cache
+@functools.lru_cache(_TABLES)
 def _rank_table(pattern: Pattern) -> Tensor:
     """Entry (i, p): how many choices come later when the i-th kept position is p."""
     n, m = pattern.kept, pattern.size

@@ -2,7 +2,7 @@
 
 Mask files, packed checkpoints and run states share this envelope, specified byte by byte in docs/file-format.md: an
 ordinary safetensors file whose metadata holds `format`, `version`, `header` (JSON) and `sha256` over everything else.
-Reading never runs code, never allocates more than a small multiple of the file's size, and raises `FileError` for
+Reading never runs code, takes at most 64 times the file's size plus 100 MB of memory, and raises `FileError` for
 anything that is not exactly as written.
 """
 
@@ -29,6 +29,7 @@ from halve.errors import FileError, listed
 
 MAX_BYTES = 1 << 36  # 64 GiB: far beyond any convolutional network
 MAX_HEADER = 100_000_000  # safetensors' own limit
+MAX_DEPTH = 32  # nested lists and objects in a header
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,8 @@ class Format:
 def write(path: str | Path, format_: Format, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
     """Write an envelope atomically and return its path."""
     try:
+        check_json(header)
         text = json.dumps(header, allow_nan=False, ensure_ascii=False)
-        text.encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise FileError(f"cannot write {path}: the header is not valid JSON: {error}") from error
     metadata = {"format": format_.name, "version": str(format_.version), "header": text}
@@ -126,9 +127,10 @@ def read(path: str | Path, formats: Iterable[Format]) -> tuple[Format, dict[str,
     format_ = _format_in(path, metadata, tuple(formats))
     try:
         tensors = safetensors.torch.load(content)
+        checksum = _checksum(metadata, tensors)
     except (SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
         raise FileError(f"{path} is damaged: {error}") from error
-    if _checksum(metadata, tensors) != metadata.get("sha256"):
+    if checksum != metadata.get("sha256"):
         raise FileError(f"{path} is damaged: its checksum does not match its content; copy it or make it again")
     header = _json(path, metadata.get("header", ""))
     if not isinstance(header, dict):
@@ -213,9 +215,29 @@ def _json(path: Path, text: str) -> Any:
         raise ValueError(f"{constant} is not JSON")
 
     try:
-        return json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
+        value = json.loads(text, object_pairs_hook=unique, parse_constant=refuse)
+        check_json(value)
+        return value
     except (ValueError, RecursionError) as error:
         raise FileError(f"{path} is damaged: its header cannot be read ({error})") from error
+
+
+def check_json(value: Any) -> None:
+    """Raise `ValueError` for JSON that is nested too deeply, and for text that is not Unicode."""
+    level, depth = [value], 0
+    while level:
+        if depth > MAX_DEPTH:
+            raise ValueError(f"lists and objects may be nested {MAX_DEPTH} deep at most")
+        inner: list[Any] = []
+        for item in level:
+            if isinstance(item, str) and not item.isascii():
+                item.encode()  # raises for half a surrogate pair
+            elif isinstance(item, Mapping):
+                inner += item
+                inner += item.values()
+            elif isinstance(item, list | tuple):
+                inner += item
+        level, depth = inner, depth + 1
 
 
 def _checksum(metadata: Mapping[str, str], tensors: Mapping[str, Tensor]) -> str:

@@ -5,6 +5,7 @@ in all masked layers that read it. Codes still refer to the checkpoint: each mas
 """
 
 import dataclasses
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from halve.batches import Forward, Progress, images_of, to_device, tracked
-from halve.errors import ModelError, OptionError, listed
+from halve.errors import MaskError, ModelError, OptionError, listed
 from halve.graph import Captured, capture
 from halve.masks.layout import Layout
 from halve.masks.moves import Moves, move_
@@ -28,6 +29,17 @@ from halve.permute.trace.channels import Channels
 from halve.select.select import Choice
 
 SECONDS = 120.0
+_SUMMARY = {
+    "axes": (int,),
+    "layers": (int,),
+    "fixed": (dict,),
+    "not_whole": (str,),
+    "not_run": (list,),
+    "kept_before": (int, float),
+    "kept_after": (int, float),
+    "finished": (bool,),
+    "seconds": (int, float),
+}
 _OVERSHARE = 3.0  # times its share of the remaining time: most searches end sooner
 _SHORTEST = 0.5  # seconds: small sets of channels come first and need almost no time
 
@@ -56,7 +68,11 @@ class Permutation:
 
     @classmethod
     def restored(cls, choices: Sequence[Choice], plain: Mapping[str, Any]) -> "Permutation":
-        """The inverse of `plain`, given the same choices without their channel orders."""
+        """The inverse of `plain`, given the same choices without their channel orders.
+
+        Raises `MaskError` for anything that `plain` does not return.
+        """
+        _check_plain(choices, plain)
         orders = [tuple(order) for order in plain["orders"]]
         layers = {name: orders[number] for name, number in plain["layers"].items()}
         moves = {name: {int(d): orders[n] for d, n in dims.items()} for name, dims in plain["moves"].items()}
@@ -67,6 +83,44 @@ class Permutation:
             for c in choices
         ]
         return cls(tuple(result), moves, dict(plain["summary"]))
+
+
+def _check_plain(choices: Sequence[Choice], plain: Mapping[str, Any]) -> None:
+    """Raise `MaskError` for what no permutation of these choices looks like: a file may hold anything."""
+    if plain.keys() != {"orders", "layers", "moves", "summary"}:
+        raise MaskError(f"channel orders need the keys orders, layers, moves and summary, got {listed(plain)}")
+    orders, layers, moves = plain["orders"], plain["layers"], plain["moves"]
+    if not isinstance(orders, list) or not all(isinstance(order, list) for order in orders):
+        raise MaskError("orders must be a list of lists")
+    for number, order in enumerate(orders):
+        if not all(type(channel) is int for channel in order) or sorted(order) != list(range(len(order))):
+            raise MaskError(f"order {number} is not a permutation of 0..{len(order) - 1}")
+    if not isinstance(layers, dict) or not isinstance(moves, dict):
+        raise MaskError("layers and moves must be objects")
+    if not all(isinstance(dims, dict) for dims in moves.values()):
+        raise MaskError("each of the moves must be an object")
+    if unknown := layers.keys() - {choice.name for choice in choices}:
+        raise MaskError(f"no masked layer is called {listed(sorted(unknown))}")
+    numbers = [*layers.values(), *(number for dims in moves.values() for number in dims.values())]
+    if not all(type(number) is int and 0 <= number < len(orders) for number in numbers):
+        raise MaskError(f"layers and moves must refer to orders 0..{len(orders) - 1}")
+    if not all(re.fullmatch("[0-9]", dim) for dims in moves.values() for dim in dims):
+        raise MaskError("moves must be along dimensions 0..9")
+    check_summary(plain["summary"])
+
+
+def check_summary(summary: Any) -> None:
+    """Raise `MaskError` for what is not the summary of a permutation."""
+    if not isinstance(summary, dict) or summary.keys() != _SUMMARY.keys():
+        raise MaskError(f"the summary of channel orders must have the keys {', '.join(_SUMMARY)}")
+    for key, kinds in _SUMMARY.items():
+        value = summary[key]
+        number = isinstance(value, int | float) and not isinstance(value, bool) and not 0 <= value < 1e15
+        if type(value) not in kinds or number:
+            raise MaskError(f"the summary of channel orders has {key}={str(value)[:40]!r}")
+    texts = [*summary["fixed"].values(), *summary["not_run"]]
+    if not all(isinstance(text, str) for text in texts):
+        raise MaskError("the summary of channel orders must name layers and reasons")
 
 
 @dataclass(frozen=True)

@@ -4,9 +4,10 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
+from halve.errors import MaskError
 from halve.masks.layout import unpermuted
 from halve.masks.mask import MaskSet
-from halve.permute.permute import SECONDS, Permutation, check_seconds
+from halve.permute.permute import SECONDS, Permutation, check_seconds, check_summary
 from halve.select.select import Choice
 
 _DEFAULT_SHARE = 0.25  # of a run's minutes, for a search that was not asked for
@@ -53,4 +54,9 @@ def orders_of(masks: MaskSet, choices: Sequence[Choice]) -> Permutation | None:
         else choice
         for choice in choices
     ]
-    return Permutation(tuple(result), masks.moves, masks.recipe.get("permute") or {})
+    summary: dict[str, Any] = masks.recipe.get("permute") or {}
+    try:
+        check_summary(summary)
+    except MaskError:  # a recipe may hold anything
+        summary = {}
+    return Permutation(tuple(result), masks.moves, summary)

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch.fx
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from halve.graph import TRACING_LOCK
 from halve.modules import clone, kind_of
@@ -30,6 +31,8 @@ def find_heads(model: nn.Module) -> set[str]:
     >>> find_heads(nn.Sequential(nn.Conv2d(3, 8, 1), nn.BatchNorm2d(8)))
     set()
     """
+    if any(is_lazy(buffer) for buffer in model.buffers()):  # they cannot be copied
+        return _last_registered(model)
     copy = clone(model).eval()
     try:
         with TRACING_LOCK, warnings.catch_warnings():

@@ -12,7 +12,7 @@ from torch.nn.parameter import is_lazy
 from halve.errors import ModelError, OptionError, listed
 from halve.masks.layout import ORDERS, Layout, Order
 from halve.masks.pattern import Pattern
-from halve.modules import KINDS, Kind, has_weight, kind_of, weight_key, weight_of, zeros_stay_zero
+from halve.modules import KINDS, Kind, check_initialised, has_weight, kind_of, weight_key, weight_of, zeros_stay_zero
 from halve.select.head import find_heads
 
 Remainder = Literal["skip", "pad", "error"]
@@ -175,6 +175,7 @@ def masked_weights(model: nn.Module, selection: Selection) -> dict[str, Tensor]:
     if not selection.masked:
         reasons = listed([f"{choice.name}: {choice.reason}" for choice in selection], most=5)
         raise ModelError(f"{type(model).__name__} has no layer to mask; {reasons or 'it has no layers'}")
+    check_initialised(model)
     weights = {choice.name: weight_of(model.get_submodule(choice.name)) for choice in selection.masked}
     for name, weight in weights.items():
         if count := int((~weight.isfinite()).sum()):

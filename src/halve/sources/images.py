@@ -5,12 +5,14 @@ import io
 import itertools
 import os
 import re
+import stat
 import tarfile
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
+import numpy as np
 from PIL import Image, UnidentifiedImageError
 from torch.utils.data import Dataset
 
@@ -30,7 +32,10 @@ class Picture:
     name: str = ""
 
     def read(self) -> bytes:
-        with self.path.open("rb") as file:
+        # A picture may have become a pipe since it was listed: opening that would wait for a writer.
+        with open(os.open(self.path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
+            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+                raise OSError("not a regular file")
             file.seek(self.offset)
             return file.read() if self.size is None else file.read(self.size)
 
@@ -51,7 +56,7 @@ class Pictures(Dataset[Any]):
         where = f"{picture.path}{':' + picture.name if picture.name else ''}"
         try:
             with Image.open(io.BytesIO(picture.read())) as image:
-                decoded = image.convert("RGB")
+                decoded = as_rgb(image)
         except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
             why = "unknown format" if isinstance(error, UnidentifiedImageError) else error
             raise DataError(f"{where} is not a readable image: {why}") from error
@@ -63,6 +68,29 @@ class Pictures(Dataset[Any]):
         return result if picture.label is None else (result, picture.label)
 
 
+def as_rgb(image: Image.Image) -> Image.Image:
+    """Convert an image to 8-bit RGB; 16-bit and floating-point pixels are scaled by their range, not clipped.
+
+    16-bit integers range over 0..65535. So do 32-bit ones ("I", Pillow's mode of some 16-bit files) unless a pixel is
+    outside, and floats range over 0..1; then the image's own minimum and maximum are its range.
+    """
+    if not image.mode.startswith(("I", "F")):
+        return image.convert("RGB")
+    pixels = np.asarray(image).astype(np.float64)
+    if not np.isfinite(pixels).all():
+        raise ValueError("it has pixels that are NaN or infinite")
+    low, high = 0.0, 1.0 if image.mode == "F" else 65535.0
+    if pixels.size and (pixels.min() < low or pixels.max() > high):
+        low, high = float(pixels.min()), float(pixels.max())
+    scaled = (pixels - low) * (255 / max(high - low, 1e-300))
+    return Image.fromarray(np.clip(np.rint(scaled), 0, 255).astype(np.uint8)).convert("RGB")
+
+
+def is_hidden(name: str) -> bool:
+    """Whether a file or folder belongs to the system: dotfiles (._x.jpg), and the __MACOSX folder of macOS archives."""
+    return (name.startswith(".") and name not in (".", "..")) or name == "__MACOSX"
+
+
 def find_pictures(where: str) -> tuple[list[Picture], list[str]]:
     """Pictures and class names of a folder (with or without class folders), a tar, or `shard-{000..003}.tar`."""
     path = Path(where)
@@ -71,7 +99,7 @@ def find_pictures(where: str) -> tuple[list[Picture], list[str]]:
     paths = tars if path.is_dir() else [path] if path.is_file() else expand(where)
     if not paths:
         raise DataError(f"{where}: no such folder or tar file; 'digits' is the built-in dataset")
-    if strange := [p for p in paths if p.suffix != ".tar"]:
+    if strange := [p for p in paths if p.suffix != ".tar" or (p.exists() and not p.is_file() and not p.is_dir())]:
         raise DataError(f"{listed(strange)}: images must be in folders or uncompressed .tar files")
     return _in_tars(paths)
 
@@ -87,13 +115,16 @@ def _in_folder(folder: Path) -> tuple[list[Picture], list[str]]:
             f"{folder} has class folders, but also images outside of them, such as {stray[0].name}: "
             f"move them into class folders"
         )
-    names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not path.name.startswith("."))
+    names = sorted(path.name for path in folder.iterdir() if path.is_dir() and not is_hidden(path.name))
     label = {name: i for i, name in enumerate(names)}
     return [Picture(path, label[path.relative_to(folder).parts[0]]) for path in files], names
 
 
 def _walk(folder: Path) -> Iterator[Path]:
-    """All files in a folder and its subfolders, following links, except hidden ones."""
+    """All regular files in a folder and its subfolders, following links, except hidden ones.
+
+    Broken links are listed too, so that a missing picture is an error; reading a pipe or a device could block.
+    """
 
     def refuse(error: OSError) -> None:
         raise DataError(f"cannot read {error.filename}: {error.strerror}") from error
@@ -105,8 +136,9 @@ def _walk(folder: Path) -> Iterator[Path]:
             folders.clear()
             continue
         seen.add((status.st_dev, status.st_ino))
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (Path(root) / name for name in files if not name.startswith("."))
+        folders[:] = [name for name in folders if not is_hidden(name)]
+        paths = (Path(root) / name for name in files if not is_hidden(name))
+        yield from (path for path in paths if path.is_file() or not path.exists())
 
 
 def _in_tars(paths: Sequence[Path]) -> tuple[list[Picture], list[str]]:
@@ -117,7 +149,7 @@ def _in_tars(paths: Sequence[Path]) -> tuple[list[Picture], list[str]]:
             with tarfile.open(path, "r:") as tar:
                 for member in tar:
                     folder, _, base = member.name.rpartition("/")
-                    if not member.isfile() or base.startswith("."):
+                    if not member.isfile() or any(map(is_hidden, member.name.split("/"))):
                         continue
                     key = f"{path}/{folder}/{base.partition('.')[0]}"
                     if base.lower().endswith(ENDINGS):

@@ -1,0 +1,15 @@
+"""A short run of benchmarks/fuzz_files.py: mutated files load unchanged or are refused."""
+
+from benchmarks.fuzz_files import MUTATIONS, fuzz
+
+
+def test_mutated_files_are_refused_or_load_unchanged():
+    result = fuzz(300)
+    assert result["failures"] == []
+    assert result["cases"] == 300
+    refused = {name.partition(":")[0] for name in result["outcomes"] if name.endswith("refused")}
+    assert refused == set(MUTATIONS)
+
+
+def test_the_cases_are_determined_by_the_seed():
+    assert fuzz(20, seed=3) == fuzz(20, seed=3)
