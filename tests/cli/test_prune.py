@@ -71,11 +71,13 @@ def test_prune_permutes_with_and_without_images_and_says_what_it_gained(halve, n
     assert told["permute"]["layers"] == 2
 
 
+@pytest.mark.filterwarnings("always:.*keeps the checkpoint")
 def test_a_permuted_checkpoint_is_legal_as_it_lies_and_computes_the_same(halve, net, folder):
     halve("prune", *net, "--permute")
     masks = ("--masks", "net.masks.safetensors")
-    halve("apply", *net, *masks, "--out", "plain.safetensors")
-    halve("apply", *net, *masks, "--permute", "--out", "moved.safetensors")
+    plain = halve("apply", *net, *masks, "--no-permute", "--out", "plain.safetensors")
+    assert "no hardware can use them" in plain.err
+    halve("apply", *net, *masks, "--out", "moved.safetensors")
     halve("verify", net[0], "--weights", "moved.safetensors")
     halve("verify", net[0], "--weights", "plain.safetensors", code=1)
     halve("verify", net[0], "--weights", "moved.safetensors", *masks)
@@ -89,4 +91,4 @@ def test_a_permuted_checkpoint_is_legal_as_it_lies_and_computes_the_same(halve, 
 def test_layers_whose_order_stays_are_named_with_the_reason(halve, net):
     result = halve("prune", *net, "--permute", "--remainder", "pad")
     assert "1 layer keeps its order" in result.err
-    assert "stem: it is the model's input" in result.err
+    assert "stem: input of the model" in result.err
