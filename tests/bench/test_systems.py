@@ -25,7 +25,7 @@ def test_a_case_knows_its_batch_and_its_device(case):
 def test_a_system_that_is_ready_gives_what_the_masked_model_gives(case, name):
     ready = SYSTEMS[name](case)
     with torch.no_grad():
-        ready.settle()
+        ready.warm_up()
         torch.testing.assert_close(ready.call(), case.masked(*case.inputs), rtol=1e-4, atol=1e-5)
     assert ready.plan == ()
 
