@@ -60,6 +60,7 @@ HOW = {  # BatchNorms that are left; what each layer took in: residual, activati
     "a layer twice": (lambda n, x: n.a(n.a(x).relu()).relu(), 0, [(False, "relu")] * 2),
     "a sum with itself": (lambda n, x: (y := n.a(x)) + y, 0, [(False, "none")]),
     "a sum that is broadcast": (lambda n, x: n.a(x) + x.mean((2, 3), keepdim=True), 0, [(False, "none")]),
+    "a sum that broadcasts the layer": (lambda n, x: n.a(x[:1]) + x, 0, [(False, "none")]),
     "a scaled sum": (lambda n, x: torch.add(n.a(x), x, alpha=2), 0, [(False, "none")]),
     "a sum with a number": (lambda n, x: n.a(x) + 1, 0, [(False, "none")]),
     "in place into what others read": (lambda n, x: (lambda y: y.add_(n.a(x)) + y)(x * 2), 0, [(True, "none")]),

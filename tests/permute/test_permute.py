@@ -1,3 +1,4 @@
+import copy
 import time
 import warnings
 
@@ -11,6 +12,7 @@ from halve.errors import ChangedWeightsWarning, ChannelOrderWarning, DataError, 
 from halve.learn import initialization
 from halve.masks.layout import unpermuted
 from halve.masks.mask import MaskSet
+from halve.permute import permute as of_permute
 from halve.permute import permute as permute_module
 from halve.select.select import select
 from tests import tiny
@@ -452,3 +454,37 @@ def test_layouts_differ_from_the_plain_ones_by_their_order_alone(permuted):
     model, masks = permuted
     for choice in select(model).masked:
         assert unpermuted(masks[choice.name].layout) == choice.layout
+
+
+def test_masks_that_are_already_applied_are_refused_where_the_dense_model_is_needed(permuted):
+    model, masks = permuted
+    x = torch.randn(4, 3, 16, 16)
+    with warnings.catch_warnings(action="ignore"):
+        applied = [halve.apply(model, masks), halve.apply(model, masks, permute=False)]
+    for sparse in applied:
+        for call in (halve.evaluate, halve.recalibrate, lambda m, k, d: halve.learn(m, d, start=k, steps=1)):
+            with pytest.raises(MaskError, match=r"already applied.*pass the dense model"):
+                call(sparse, masks, x)
+
+
+def test_another_training_run_is_not_taken_for_a_moved_one(permuted):
+    model, masks = permuted
+    for seed in range(4):
+        other = copy.deepcopy(model)
+        torch.manual_seed(seed)
+        for module in other.modules():
+            if hasattr(module, "reset_parameters"):
+                module.reset_parameters()
+        restored = halve.restore_order(other, masks)
+        assert all(torch.equal(a, b) for a, b in zip(restored.parameters(), other.parameters(), strict=True))
+
+
+def test_capturing_does_not_use_up_the_time_of_the_search(monkeypatch):
+    def slow(*arguments, **options):
+        time.sleep(0.3)
+        return captured(*arguments, **options)
+
+    captured = of_permute.capture
+    monkeypatch.setattr(of_permute, "capture", slow)
+    masks = halve.prune(tiny.convnet(), permute=True, permute_seconds=0.25, example=tiny.images(2))
+    assert masks.recipe["permute"]["finished"]

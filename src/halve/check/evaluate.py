@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from halve.agreement import Agreement, compare
 from halve.batches import Forward, Progress, iterate, labels_of, run
 from halve.errors import DataError, ModelError, OptionError
-from halve.masks.apply import OnChanged, apply
+from halve.masks.apply import OnChanged, apply, check_dense
 from halve.masks.mask import MaskSet
 from halve.modules import check_initialised, clone
 
@@ -69,6 +69,7 @@ def evaluate(
     if masks is not None:
         if dense is not None:
             raise OptionError("evaluate accepts masks or dense=, not both: with masks, `model` is the dense one")
+        check_dense(model, masks)
         dense, subject = model, apply(model, masks, on_changed=on_changed).eval()
     else:
         subject = clone(model).eval()

@@ -226,7 +226,7 @@ class Compiled(nn.Module):
             self.fall_back(now)
         elif before is not None and self.reason is not None:
             self.plan.dense = now
-            if now is None:
+            if now is None and self._sparse_kernels:  # none if it was loaded from a file of a device without them
                 for layer, kernels in zip(self.layers, self._sparse_kernels, strict=True):
                     layer.use(kernels)
 

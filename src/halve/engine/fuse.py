@@ -151,8 +151,10 @@ class _Chain:
         if ours is not self.last or theirs is ours or not isinstance(theirs, Node):
             return None
         value, result = theirs.meta.get("val"), node.meta["val"]
-        if not isinstance(value, Tensor) or value.shape != result.shape or value.dtype != result.dtype:
+        if not isinstance(value, Tensor) or value.dtype != result.dtype:
             return None
+        if value.shape != result.shape or self.last.meta["val"].shape != result.shape:
+            return None  # one of the two is broadcast
         self.residual = theirs
         return node
 

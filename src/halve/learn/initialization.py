@@ -11,6 +11,7 @@ from halve.batches import Forward, Progress
 from halve.errors import MaskError, OptionError, first_line, listed
 from halve.learn.sampling import Sampler, glorot
 from halve.learn.settings import Settings
+from halve.masks.apply import check_dense
 from halve.masks.mask import MaskSet
 from halve.masks.moves import Moves
 from halve.permute.permute import Permutation, permute
@@ -118,6 +119,7 @@ def order_channels(
 ) -> ChannelOrders:
     """Find channel orders in which the blocks keep more of their scores; masks to start from bring their own."""
     if isinstance(settings.start, MaskSet):
+        check_dense(inputs.model, settings.start)
         return ChannelOrders(orders_of(settings.start, layers.choices))
     if search is None:
         return ChannelOrders()

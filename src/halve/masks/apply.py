@@ -104,7 +104,19 @@ def is_moved(weights: Mapping[str, Tensor], masks: MaskSet) -> bool:
             unmoved += 0.0 if is_unchanged(weights[name], mask) else mask.fingerprint.update(weights[name])
             back = moved_back(weights[name], dims)
             moved += 0.0 if is_unchanged(back, mask) else mask.fingerprint.update(back)
-    return moved < unmoved
+    return moved < 0.5 * unmoved  # for unrelated weights, such as another training run, the two are about equal
+
+
+def check_dense(model: nn.Module, masks: MaskSet) -> None:
+    """Raise `MaskError` if the masks are already applied to the model where the dense model is needed."""
+    moves = masks.moves
+    for name, weight in check_fit(model, masks).items():
+        print_, dims = masks[name].fingerprint, moves.get(weight_name(name), {})
+        if print_ is None or print_.dense == print_.masked:
+            continue
+        back = moved_back(weight, dims) if dims and fits(weight, dims) else weight
+        if print_.masked in (digest(weight), digest(back)):
+            raise MaskError(f"the masks are already applied to the model (layer {name}): pass the dense model")
 
 
 def _check_contiguous(copy: nn.Module, masks: MaskSet) -> None:

@@ -23,7 +23,7 @@ from halve.errors import PatternError
 MAX_CODES = 65_536
 MAX_SIZE = 256
 _CHUNK = 1 << 20  # blocks sorted at a time, to bound the memory of `choose`
-_TABLES = 4  # tables kept in memory: one takes up to 8 MB, and a file may name a thousand patterns
+_TABLES = 2  # tables kept in memory: one takes up to 8 MB, and a file may name a thousand patterns
 
 
 @dataclass(frozen=True, init=False, order=True)

@@ -169,7 +169,7 @@ def permute(
         channels.pin(f"{listed(not_run, 3)} did not run on the example, and may read it in training")
     inputs = {choice.name: _input_spans(model, choice, channels, names) for choice in choices}
     readers, axes = _readers(choices, inputs, scores)
-    orders, kept = _search(readers, axes, started + seconds, seed, progress)
+    orders, kept = _search(readers, axes, time.monotonic() + seconds, seed, progress)  # capturing is not searching
     result = tuple(_with_order(choice, inputs[choice.name], orders) for choice in choices)
     moves = moves_of(channels, orders)
     move_(equivalence.copy, moves)
@@ -177,7 +177,11 @@ def permute(
     summary = {
         "axes": len(orders),
         "layers": sum(choice.layout.channel_order is not None for choice in result if choice.layout),
-        "fixed": {c.name: _why(c, inputs[c.name], captured) for c in result if c.layout and not c.layout.channel_order},
+        "fixed": {
+            c.name: _why(c, inputs[c.name], captured, kept[2])
+            for c in result
+            if c.layout and not c.layout.channel_order
+        },
         "not_whole": captured.reason,
         "not_run": not_run,
         "kept_before": kept[0],
@@ -291,7 +295,7 @@ def _input_spans(model: nn.Module, choice: Choice, channels: Channels, names: Ma
     return channels.along(names[id(weight)], 0 if layout.kind == "conv_transpose" else 1)
 
 
-def _why(choice: Choice, spans: Spans | None, captured: Captured) -> str:
+def _why(choice: Choice, spans: Spans | None, captured: Captured, finished: bool) -> str:
     """Why the input channels of a layer keep their order."""
     layout = choice.layout
     assert layout is not None
@@ -305,7 +309,7 @@ def _why(choice: Choice, spans: Spans | None, captured: Captured) -> str:
         return next(str(span.axis.pinned) for span in spans)
     if any(span.repeat > 1 for span in spans):
         return "several neighbouring weights belong to one channel"
-    return "no better order was found"
+    return "no better order was found" if finished else "no better order was found before the time limit"
 
 
 def _trace_training_(

@@ -8,7 +8,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from halve.batches import Forward, Progress, count_of, iterate, run
 from halve.errors import ModelError
-from halve.masks.apply import OnChanged, applied_in_checkpoint_order
+from halve.masks.apply import OnChanged, applied_in_checkpoint_order, check_dense
 from halve.masks.mask import MaskSet
 from halve.modules import clone
 from halve.prune.statistics import check_finite
@@ -47,6 +47,7 @@ def recalibrate(
     >>> sorted(masks.statistics)
     ['1.running_mean', '1.running_var']
     """
+    check_dense(model, masks)
     sparse = applied_in_checkpoint_order(model, masks.with_statistics({}), on_changed)
     dense = clone(model)
     norms, before = _measuring_(sparse), _measuring_(dense)
