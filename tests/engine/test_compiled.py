@@ -212,3 +212,16 @@ def test_numbers_of_any_kind_are_batch_sizes():
     for bad in (0, 1.5, [2, -1]):
         with pytest.raises(OptionError, match="positive integers"):
             fast.warmup(bad)
+
+
+def test_a_network_saved_where_it_ran_dense_can_be_moved_to_a_device_with_sparse_kernels(
+    everywhere, monkeypatch, tmp_path
+):
+    monkeypatch.setattr(
+        Everywhere, "unavailable", lambda self, device, dtype: None if device.type == "meta" else "needs another device"
+    )
+    compiled(convnet()).save(tmp_path / "net.pt2")
+    again = halve.load_compiled(tmp_path / "net.pt2")
+    assert "needs another device" in again.reason
+    assert again.to("meta").reason is None
+    assert again(images(2).to("meta")).shape == (2, 5)
