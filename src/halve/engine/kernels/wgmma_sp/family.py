@@ -1,0 +1,71 @@
+"""2:4 convolutions and Linear layers on Hopper's tensor cores (`wgmma`, compute capability 9.0).
+
+Two families share the source: `wgmma_sp` multiplies only the kept weights, `wgmma` all of them. As with `mma`, the
+dense baseline isolates the effect of sparsity, and can be the fastest kernel for layers that are not 2:4.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from halve.engine.kernels.cuda import driver, jit
+from halve.engine.kernels.cuda.convolution import ConvolutionFamily
+from halve.engine.kernels.kernel import Piece
+from halve.engine.kernels.wgmma_sp import launch
+from halve.engine.kernels.wgmma_sp.packing import pack, pack_dense, packed_shape, unpack, unpack_dense
+from halve.engine.kernels.wgmma_sp.tiling import TILES, supported
+from halve.engine.operations import Convolution, Linear, Tensors
+
+_CAPABILITY = (9, 0)  # `wgmma` exists on no other
+
+
+class _Wgmma(ConvolutionFamily):
+    @property
+    def version(self) -> str:
+        return launch.version()
+
+    def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        if (reason := driver.unavailable(device)) is not None:
+            return reason
+        if dtype not in launch.DTYPES:
+            return f"our sparse kernels need float16 or bfloat16, got {dtype}: pass dtype=torch.float16"
+        if (reason := jit.unavailable()) is not None:
+            return reason
+        if torch.cuda.get_device_capability(device) != _CAPABILITY:
+            return f"our wgmma kernels need compute capability 9.0, not that of {torch.cuda.get_device_name(device)}"
+        return None
+
+    def variants(self, piece: Piece, device: torch.device) -> Sequence[str]:
+        operation = piece.operation
+        if not isinstance(operation, Convolution | Linear) or piece.dtype not in launch.DTYPES:
+            return ()
+        if not supported(operation.convolution) or (self.sparse and not piece.is_2_4):
+            return ()
+        return tuple(TILES)
+
+    def pack_weight(self, weight: Tensor, convolution: Convolution) -> dict[str, Tensor]:
+        return {"blocks": (pack if self.sparse else pack_dense)(weight, convolution)}
+
+    def unpack_weight(self, packed: Tensors, convolution: Convolution) -> Tensor:
+        return (unpack if self.sparse else unpack_dense)(packed["blocks"], convolution)
+
+    def packed_shapes(self, convolution: Convolution) -> dict[str, tuple[int, ...]]:
+        return {"blocks": packed_shape(convolution, self.sparse)}
+
+    def launch(self, inputs: Sequence[Tensor], packed: Tensors, convolution: Convolution, variant: str) -> Tensor:
+        residual = inputs[1] if len(inputs) > 1 else None
+        plan = launch.fitting(inputs[0], convolution, variant, sparse=self.sparse, residual=residual is not None)
+        if plan is None:  # images of this size do not fit into the tile: rare, as plans are made for known sizes
+            return self.reference(inputs, packed, convolution)
+        operands = launch.Operands(inputs[0], packed["blocks"], packed.get("bias"), residual)
+        return launch.run(operands, convolution, plan, self.sparse)
+
+
+class WgmmaSparse(_Wgmma):
+    name = "wgmma_sp"
+    sparse = True
+
+
+class WgmmaDense(_Wgmma):
+    name = "wgmma"
