@@ -35,6 +35,7 @@ def compile(
     any_size: bool = False,
     on_changed: OnChanged = "warn",
     plan_from: Compiled | None = None,
+    inductor: bool | None = None,
 ) -> Compiled:
     """Compile the masked model for inference: sparse kernels run where they are faster than dense ones.
 
@@ -53,6 +54,8 @@ def compile(
         on_changed: what to do if the weights are not those the masks were made for: "warn", "error" or "ignore".
         plan_from: a compiled network with the same layers, whose plan is reused instead of timing kernels again. For
             updated checkpoints under the same masks.
+        inductor: let Inductor, PyTorch's compiler, compile the operations between the layers where that is faster.
+            Planning takes longer, by up to minutes for each batch size. Default: on a GPU.
 
     Returns:
         A module that replaces the model. Its `plan` says which kernel each layer uses, and why.
@@ -74,7 +77,7 @@ def compile(
     if not computed.is_floating_point:
         raise OptionError(f"dtype must be a floating-point type such as torch.float16, got {computed}")
     with CAPTURE_LOCK, torch.no_grad():
-        fast = _compiled(model, masks, inputs, computed, any_size, on_changed)
+        fast = _compiled(model, masks, inputs, computed, any_size, on_changed, inductor)
         reason = no_sparse_kernels(fast.device, computed)
         if reason is None and not any(layer.sparse_kernels(fast.device) for layer in fast.layers):
             reason = "no captured layer is 2:4 along its input channels, in blocks of four"
@@ -82,7 +85,7 @@ def compile(
             fast.fall_back(reason)
         elif plan_from is not None:
             fast.use_plan_of(plan_from)
-        return fast.warmup([len(inputs[0]), *batch_sizes, *fast.plan.batches])
+        return fast.warmup([len(inputs[0]), *batch_sizes, *fast.plan.batches, *fast.plan.inductor])
 
 
 @dataclass
@@ -103,6 +106,7 @@ def _compiled(
     dtype: torch.dtype,
     any_size: bool,
     on_changed: OnChanged,
+    inductor: bool | None,
 ) -> Compiled:
     """The captured, fused and converted network. Every layer still uses the fallback kernel."""
     check_initialised(model)
@@ -115,7 +119,7 @@ def _compiled(
     for part in body.parts.values():
         _convert_(part.graph, dtype)
     replace_parts_(body.module, body.parts)
-    fast = Compiled(body.module, inputs, dtype, body.uncompiled, body.guards)
+    fast = Compiled(body.module, inputs, dtype, body.uncompiled, body.guards, inductor)
     if body.changes_itself:
         fast.run_eagerly("the network changes its buffers when it runs")
     if body.guards is not None or body.parts:

@@ -2,7 +2,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from numbers import Integral
 from pathlib import Path
@@ -16,11 +16,12 @@ from torch.fx import GraphModule
 from halve.cuda_graphs import autotuned_cudnn
 from halve.engine import saved
 from halve.engine.capture.guards import Guards
+from halve.engine.inductor import MAX_SECONDS, Bodies, Choice, choose, compile_body
 from halve.engine.kernels.kernel import Kernel
 from halve.engine.kernels.registry import FALLBACK, family_of, no_sparse_kernels
 from halve.engine.layer import Layer
 from halve.engine.lower import move_
-from halve.engine.plan import Plan, decide
+from halve.engine.plan import Plan, all_dense, decide
 from halve.engine.recorded import CAPTURE_LOCK, MAX_RECORDINGS, Recordings, Shapes, shapes_of
 from halve.engine.saved import SavedNetwork
 from halve.engine.timing_cache import TimingCache, network_key
@@ -28,7 +29,7 @@ from halve.errors import EngineError, EngineWarning, OptionError, first_line, li
 
 _NHWC = torch.channels_last
 _MAX_SHAPES = 4096  # shapes remembered as valid
-CUDA_GRAPH = "CUDA graph"  # its name in `Plan.uncompiled`
+CUDA_GRAPH, INDUCTOR = "CUDA graph", "Inductor"  # their names in `Plan.uncompiled`
 
 
 class Compiled(nn.Module):
@@ -46,6 +47,7 @@ class Compiled(nn.Module):
         dtype: torch.dtype,
         uncompiled: dict[str, str],
         guards: Guards | None = None,
+        inductor: bool | None = None,
     ) -> None:
         super().__init__()
         self.training = False
@@ -58,6 +60,8 @@ class Compiled(nn.Module):
             x[:1].detach().clone().cpu() for x in example
         )  # a copy, since the caller may modify theirs
         self.device = example[0].device  # not that of the weights: a graph may have constants on other devices
+        self.inductor = self.device.type == "cuda" if inductor is None else inductor
+        self._bodies = Bodies()  # compiled by Inductor
         self._eager = False
         self._has_layers = any(isinstance(module, Layer) for module in body.modules())
         self._valid: set[Shapes] = set()  # shapes that passed the checks
@@ -95,7 +99,8 @@ class Compiled(nn.Module):
                 return self._run(*inputs)
 
     def _run(self, *inputs: Any) -> Any:
-        outputs = self.body(*(self.cast_input(x) for x in inputs))
+        body = self._bodies.get(shapes_of(inputs), self.body) if self._bodies else self.body
+        outputs = body(*(self.cast_input(x) for x in inputs))
         if self.output_dtype == self.dtype:
             return outputs
         return pytree.tree_map_only(Tensor, self._cast_output, outputs)
@@ -159,7 +164,7 @@ class Compiled(nn.Module):
         inputs = tuple(self._expanded(x, size) for x in self.example)
         self._check(inputs)
         with CAPTURE_LOCK, self._recordings.planning, torch.no_grad(), self._current(), autotuned_cudnn():
-            if size not in self.plan.batches:
+            if size not in self.plan.batches and size not in self.plan.inductor:
                 with self._unchanged_on_failure():
                     entries = decide(
                         self.layers,
@@ -170,8 +175,41 @@ class Compiled(nn.Module):
                         sparse=self.reason is None,
                     )
                 self.plan.batches |= {size: entries} if entries else {}
+                self._consider_inductor(size, inputs)
+            elif size in self.plan.inductor and shapes_of(inputs) not in self._bodies:
+                self._consider_inductor(size, inputs, only=True)
             if self.device.type == "cuda":
                 self._record(inputs)
+
+    def _consider_inductor(self, size: int, inputs: tuple[Tensor, ...], only: bool = False) -> None:
+        """Let Inductor compile what lies between the layers, if that is faster, or if the plan says so (`only`)."""
+        if not self.inductor or not isinstance(self.body, GraphModule):
+            return
+        if (spent := sum(self.plan.inductor.values())) > MAX_SECONDS and not only:
+            self.plan.uncompiled[INDUCTOR] = f"not tried at batch size {size}, after compiling for {spent:.0f} s"
+            return
+        given = tuple(self.cast_input(x) for x in inputs)
+        sizes = _sizes(self.layers, partial(self.body, *given))
+        kernels = {layer: layer.kernel_for(sizes[layer]) for layer in self.layers if layer in sizes}
+        if only:
+            try:
+                run, seconds = compile_body(self.body, kernels, given)
+                choice = Choice(kernels, run, seconds)
+            except EngineError as error:
+                choice = Choice(kernels, failed=str(error))
+        else:
+            choice = choose(self.body, given, kernels, TimingCache.of(self.device), network_key(self.body, inputs))
+        if choice.failed is not None:
+            self.plan.uncompiled[INDUCTOR] = f"not used: {choice.failed}"
+        if choice.run is None:
+            self.plan.inductor.pop(size, None)
+            return
+        self._bodies[shapes_of(inputs)] = choice.run
+        self.plan.inductor[size] = choice.seconds
+        if choice.kernels != kernels:
+            self.plan.batches[size] = all_dense(self.plan.batches.get(size, []))
+            for layer, kernel in choice.kernels.items():
+                layer.use({**layer.kernels, sizes[layer]: kernel})
 
     def _current(self) -> contextlib.AbstractContextManager[object]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
@@ -211,7 +249,7 @@ class Compiled(nn.Module):
             raise EngineError(
                 f"the network was compiled to compute in {self.dtype}: compile the model again with dtype={moved.dtype}"
             )
-        self._recordings = Recordings()  # they hold the addresses of the old weights
+        self._recordings, self._bodies = Recordings(), Bodies()  # they hold the old weights
         super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         if moved.device != self.device:
             move_(self.body, self.device, moved.device)
@@ -238,7 +276,8 @@ class Compiled(nn.Module):
             if not mine.is_2_4 and any(family_of(kernel).sparse for kernel in theirs.kernels.values()):
                 raise EngineError(f"layer {mine.name} is 2:4 in plan_from= but not here: use the same masks")
             mine.use(theirs.kernels)
-        self.plan = Plan({size: list(table) for size, table in other.plan.batches.items()}, dict(self.plan.uncompiled))
+        batches = {size: list(table) for size, table in other.plan.batches.items()}
+        self.plan = Plan(batches, dict(self.plan.uncompiled), inductor=dict(other.plan.inductor))
 
     def save(self, path: str | Path) -> None:
         """Save the network with its plan and packed weights. `halve.load_compiled` loads it."""
@@ -279,7 +318,8 @@ def load(path: str | Path, device: str | torch.device | None = None) -> Compiled
     True
     """
     network = saved.read(path)
-    fast = Compiled(network.body, network.example, network.dtype, network.plan.uncompiled, network.guards)
+    uncompiled, inductor = network.plan.uncompiled, bool(network.plan.inductor) or None
+    fast = Compiled(network.body, network.example, network.dtype, uncompiled, network.guards, inductor)
     fast.plan = network.plan
     if device is None:
         device = network.device if network.device.type != "cuda" or torch.cuda.is_available() else "cpu"
@@ -287,7 +327,23 @@ def load(path: str | Path, device: str | torch.device | None = None) -> Compiled
     reason = no_sparse_kernels(fast.device, fast.dtype)
     if network.device.type == "cuda" and reason is not None and fast.reason is None:
         fast.fall_back(reason)
-    return fast.warmup(list(fast.plan.batches))
+    return fast.warmup([*fast.plan.batches, *fast.plan.inductor])
+
+
+def _sizes(layers: Sequence[Layer], run: Callable[[], object]) -> dict[Layer, int]:
+    """The input size of each layer that runs."""
+    found: dict[Layer, int] = {}
+
+    def note(layer: Layer, args: tuple[Any, ...]) -> None:
+        found.setdefault(layer, layer.operation.size(args[0]))
+
+    handles = [layer.register_forward_pre_hook(note) for layer in layers]
+    try:
+        run()
+    finally:
+        for handle in handles:
+            handle.remove()
+    return found
 
 
 def _batched(example: Tensor) -> str:

@@ -1,7 +1,7 @@
 """Time every kernel that can run a layer, choose the fastest, and say why."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
@@ -45,7 +45,8 @@ class Entry:
 class Plan:
     """Which kernel each layer uses at each batch size. Prints as a table.
 
-    `uncompiled` lists what falls back to eager, and why. `dense` says why no layer runs sparse, if none can.
+    `uncompiled` lists what falls back to eager, and why. `dense` says why no layer runs sparse, if none can. `inductor`
+    has the batch sizes at which Inductor compiles what lies between the layers, and the seconds that compiling took.
 
     >>> entry = Entry("fc", "4>2 at 1", "mma_sp 64x64", True, 0.004, 0.006, 0.005, 0.004, "fastest")
     >>> print(Plan({1: [entry]}, {}))
@@ -57,6 +58,7 @@ class Plan:
     batches: dict[int, list[Entry]]
     uncompiled: dict[str, str]
     dense: str | None = None
+    inductor: dict[int, float] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Entry]:
         return (entry for entries in self.batches.values() for entry in entries)
@@ -67,18 +69,28 @@ class Plan:
             "batches": {str(size): [asdict(e) for e in table] for size, table in self.batches.items()},
             "uncompiled": self.uncompiled,
             "dense": self.dense,
+            "inductor": {str(size): seconds for size, seconds in self.inductor.items()},
         }
 
     @classmethod
     def from_json(cls, plain: dict[str, Any]) -> "Plan":
         batches = {int(size): [Entry(**entry) for entry in table] for size, table in plain["batches"].items()}
-        return cls(batches, dict(plain["uncompiled"]), plain["dense"])
+        return cls(
+            batches,
+            dict(plain["uncompiled"]),
+            plain["dense"],
+            {int(size): seconds for size, seconds in plain["inductor"].items()},
+        )
+
+    def rest(self, batch: int) -> str:
+        """What the table's title says about the operations between the layers."""
+        return f", the rest compiled by Inductor in {self.inductor[batch]:.0f} s" if batch in self.inductor else ""
 
     def __str__(self) -> str:
         lines = [] if self.dense is None else [f"all layers dense: {self.dense}"]
         for batch, entries in self.batches.items():
             sparse = sum(entry.sparse for entry in entries)
-            lines.append(f"batch {batch}, {sparse} of {len(entries)} layers sparse")
+            lines.append(f"batch {batch}, {sparse} of {len(entries)} layers sparse{self.rest(batch)}")
             rows = [COLUMNS, *(entry.cells() for entry in entries)]
             widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
             lines += [" | ".join(t.ljust(w) for t, w in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -185,6 +197,12 @@ def decide(
     ]
 
 
+def all_dense(entries: Sequence[Entry]) -> list[Entry]:
+    """The entries of a plan after the network turned out to be fastest with all layers dense, compiled by Inductor."""
+    reason = "the network is fastest dense, compiled by Inductor"
+    return [replace(e, kernel=str(FALLBACK), sparse=False, time_ms=None, reason=reason) for e in entries]
+
+
 def _network_times(
     candidates: dict[str, list[Kernel]],
     timed: list[LayerTimes],
@@ -233,8 +251,14 @@ def time_layers(
     return [found[id(layer)] for layer in layers if id(layer) in found]
 
 
-def _candidates(layer: Layer, device: torch.device, sparse: bool) -> list[Kernel]:
-    return [kernel for kernel in layer.available_kernels(device) if sparse or family_of(kernel).library]
+def _candidates(
+    layer: Layer, device: torch.device, sparse: bool, inputs: Sequence[Tensor] | None = None
+) -> list[Kernel]:
+    """The kernels to time: those that can run the layer, and fit these inputs."""
+    found = [kernel for kernel in layer.available_kernels(device) if sparse or family_of(kernel).library]
+    if inputs is None:
+        return found
+    return [kernel for kernel in found if family_of(kernel).fits(inputs, layer.operation, kernel.variant)]
 
 
 def _time_layer(
@@ -242,7 +266,7 @@ def _time_layer(
 ) -> LayerTimes:
     if layer.has_weight:
         inputs = [x.to(layer.dtype) for x in inputs]
-    kernels = _candidates(layer, device, sparse)
+    kernels = _candidates(layer, device, sparse, inputs)
     key = layer_key(layer, inputs)
     ids = {kernel_id(kernel): kernel for kernel in kernels}
     times = cache.get(key, ids) if len(kernels) > 1 else {}

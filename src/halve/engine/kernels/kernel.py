@@ -13,7 +13,7 @@ from typing import ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from halve.engine.operations import Operation, Tensors
+from halve.engine.operations import Linear, Operation, Tensors
 
 
 class Layout(enum.Enum):
@@ -82,6 +82,20 @@ class KernelFamily(ABC):
         """Restore the tensors in canonical form."""
         return dict(packed)
 
+    def laid_out(self, inputs: Sequence[Tensor], operation: Operation) -> list[Tensor]:
+        """Inputs in the layout that the kernels read. Linear layers take rows, whatever dimensions these come from."""
+        if self.reads is Layout.ANY:
+            return list(inputs)
+        return [x.contiguous() if isinstance(operation, Linear) else self.reads.of(x) for x in inputs]
+
+    def fits(self, inputs: Sequence[Tensor], operation: Operation, variant: str) -> bool:
+        """Whether the variant supports inputs of these shapes. If not, `run` computes the result in another way."""
+        return True
+
+    def inlined(self, variant: str) -> bool:
+        """Whether the variant is plain PyTorch, which a compiler may fuse with what surrounds it."""
+        return False
+
     @abstractmethod
     def run(self, inputs: Sequence[Tensor], packed: Tensors, operation: Operation, variant: str) -> Tensor:
         """Compute the result for inputs in the layout `reads`. Unsupported devices run a reference implementation."""
@@ -90,6 +104,6 @@ class KernelFamily(ABC):
         """An empty tensor with the shape and strides of the result."""
         x = inputs[0]
         shape = operation.out_shape(x.shape)
-        if self.writes is Layout.NHWC and len(shape) == 4:
+        if self.writes is Layout.NHWC and len(shape) == 4 and not isinstance(operation, Linear):
             return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
         return x.new_empty(shape)

@@ -29,7 +29,8 @@ def run_kernel(
 ) -> Tensor:
     chosen = _family(family)
     tensors = dict(zip(names.split(), packed, strict=True))
-    return chosen.run([chosen.reads.of(x) for x in inputs], tensors, Operation.from_json(operation), variant)
+    computed = Operation.from_json(operation)
+    return chosen.run(chosen.laid_out(inputs, computed), tensors, computed, variant)
 
 
 @run_kernel.register_fake

@@ -33,7 +33,7 @@ class ConvolutionFamily(KernelFamily):
         if isinstance(operation, Linear):
             if not x.numel():
                 return x.new_empty(operation.out_shape(x.shape))  # convolutions need at least one pixel
-            y = self._convolve([_as_image(tensor) for tensor in inputs], packed, convolution, variant)
+            y = self._convolve([as_image(tensor) for tensor in inputs], packed, convolution, variant)
             return y.permute(0, 2, 3, 1).reshape(operation.out_shape(x.shape))
         return self._convolve(inputs, packed, convolution, variant)
 
@@ -115,6 +115,6 @@ def _readable(x: Tensor) -> Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone(memory_format=_NHWC)
 
 
-def _as_image(x: Tensor) -> Tensor:
+def as_image(x: Tensor) -> Tensor:
     """(..., C) -> (1, C, rows, 1), channels last."""
     return x.reshape(1, -1, 1, x.shape[-1]).permute(0, 3, 1, 2)

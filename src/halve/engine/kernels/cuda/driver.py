@@ -49,6 +49,7 @@ class Kernel:
 
     def __init__(self, code: bytes, name: str, device: int, shared_bytes: int) -> None:
         self.device, self.shared_bytes = device, shared_bytes
+        self._can_depend = torch.cuda.get_device_capability(device) >= (9, 0)
         limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
         if shared_bytes > limit:
             raise EngineError(
@@ -67,12 +68,11 @@ class Kernel:
         grid: tuple[int, int],
         threads: int,
         arguments: Sequence[Tensor | ctypes.Structure | None],
-        *,
-        dependent: bool = False,
     ) -> None:
         """Launch the kernel on the current stream. Tensors are passed as pointers, None as a null pointer.
 
-        A dependent launch may start before the previous kernel is done; the kernel waits for it itself.
+        While a CUDA graph is recorded, the launch is a dependent one: the kernel may start before the previous one is
+        done, and waits for it itself. Only there, as weights do not change within a recording.
         """
         held = [a if isinstance(a, ctypes.Structure) else ctypes.c_void_p(_address(a)) for a in arguments]
         pointers = (ctypes.c_void_p * len(held))(*(ctypes.addressof(a) for a in held))
@@ -83,7 +83,7 @@ class Kernel:
                 *(*grid, 1, threads, 1, 1, self.shared_bytes),
                 torch.cuda.current_stream().cuda_stream,
                 attributes,
-                int(dependent),
+                int(torch.cuda.is_current_stream_capturing() and self._can_depend),
             )
             call("cuLaunchKernelEx", ctypes.byref(config), self._function, pointers, None)
 

@@ -4,6 +4,19 @@ typedef unsigned short u16;
 typedef unsigned int u32;
 typedef unsigned long long u64;
 
+// Kernels in a recording are launched before the previous one is done (see driver.py): they may prepare, and must wait before
+// they read or write what it may still use. Both do nothing in other launches, and on GPUs that cannot do it.
+__device__ __forceinline__ void let_next_kernel_start() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;");
+#endif
+}
+__device__ __forceinline__ void wait_for_previous_kernel() {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
 __device__ __forceinline__ float to_float(u16 v) {
 #if BF16
     return __uint_as_float((u32)v << 16);

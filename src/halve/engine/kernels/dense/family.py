@@ -36,6 +36,9 @@ class Dense(KernelFamily):
             found.append("gemm")
         return found
 
+    def inlined(self, variant: str) -> bool:
+        return variant != "cudnn"  # compilers do not fuse bias, residual and ReLU into convolutions
+
     def pack(self, operation: Operation, tensors: Tensors) -> dict[str, Tensor]:
         packed = dict(tensors)
         if isinstance(operation, Convolution):

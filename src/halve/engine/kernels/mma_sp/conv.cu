@@ -166,7 +166,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv(const u16* __restrict
     float sums[ROW_TILES][PIXEL_TILES][4] = {};
     const int tile = first_row / 16 + warp_m * ROW_TILES;
     Weights now, next;
+    let_next_kernel_start();
     load_weights(now, values, meta, tile, s.row_tiles, team, steps, lane);
+    wait_for_previous_kernel();
 #pragma unroll
     for (int stage = 0; stage < STAGES - 1; ++stage) copy(stage);
     int stage = 0;

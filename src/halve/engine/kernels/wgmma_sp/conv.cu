@@ -38,7 +38,6 @@ struct Shape {
     int pixel_slots, weight_slots;       // buffers for boxes and for blocks of weights
     int staging, weights, barriers;      // offsets in shared memory
     int lag;                             // steps by which the second warpgroup starts later
-    int dependent;                       // launched before the previous kernel is done: wait for it before reading
     u64 begins;                          // bit t: tap t is the first of its box
     u16 shifts[MAX_TAPS];                // of each tap, in pixels
 };
@@ -90,7 +89,6 @@ __device__ __forceinline__ void wait_for_products() {  // until at most N groups
 __device__ __forceinline__ void wait_for_warpgroup(int group) {
     asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
 }
-__device__ __forceinline__ void wait_for_previous_kernel() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 
 // Matrix descriptors. Weights: core matrices of 8 rows x 16 bytes without swizzle, 128 bytes apart along K and 256 along
 // rows. Pixels: rows of 128 bytes with the 128-byte swizzle, which depends on the address, so any row can be the first.
@@ -158,7 +156,7 @@ conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap 
             *reinterpret_cast<uint4*>(shared + slot * s.slot_bytes + at) = make_uint4(0, 0, 0, 0);
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
     __syncthreads();
-    if (s.dependent) asm volatile("griddepcontrol.launch_dependents;");
+    let_next_kernel_start();
 
     // Tiles of this block: first, first + stride, ... below total. Blocks with resident weights keep their row tile.
     const int blocks = RESIDENT ? gridDim.x / s.row_tiles : gridDim.x;
@@ -181,7 +179,7 @@ conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap 
                            weights_full + 8 * slot);
         };
         if (warp < pixel_rings) {  // copies pixels
-            if (s.dependent) wait_for_previous_kernel();
+            wait_for_previous_kernel();
             const int first_slot = warp * s.pixel_slots;
             Ring ring;
             for (int tile = block + warp * blocks; tile < total; tile += every) {
@@ -231,7 +229,7 @@ conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap 
     int lag = consumer == 0 ? s.lag : 0;  // of the second warpgroup, in the first tile
     u32 residual_phase = 0;
     if (consumer == 1) asm volatile("bar.sync 3, 256;" ::: "memory");
-    if (RESIDUAL && s.dependent && t == 0) wait_for_previous_kernel();
+    if (RESIDUAL && t == 0) wait_for_previous_kernel();
 
     for (int tile = first_tile; tile < total; tile += every) {
         const Place place(tile / rows_in_turn, s);

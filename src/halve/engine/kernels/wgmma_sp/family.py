@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from halve.engine.kernels.cuda import driver, jit
-from halve.engine.kernels.cuda.convolution import ConvolutionFamily
+from halve.engine.kernels.cuda.convolution import ConvolutionFamily, as_convolution, as_image
 from halve.engine.kernels.kernel import Piece
 from halve.engine.kernels.wgmma_sp import launch
 from halve.engine.kernels.wgmma_sp.packing import pack, pack_dense, packed_shape, unpack, unpack_dense
-from halve.engine.kernels.wgmma_sp.tiling import TILES, supported
-from halve.engine.operations import Convolution, Linear, Tensors
+from halve.engine.kernels.wgmma_sp.tiling import TILES, Tiling, supported
+from halve.engine.operations import Convolution, Linear, Operation, Tensors
 
 _CAPABILITY = (9, 0)  # `wgmma` exists on no other
 
@@ -53,9 +53,19 @@ class _Wgmma(ConvolutionFamily):
     def packed_shapes(self, convolution: Convolution) -> dict[str, tuple[int, ...]]:
         return {"blocks": packed_shape(convolution, self.sparse)}
 
+    def fits(self, inputs: Sequence[Tensor], operation: Operation, variant: str) -> bool:
+        return (
+            self._tiling([as_image(x) if isinstance(operation, Linear) else x for x in inputs], operation, variant)
+            is not None
+        )
+
+    def _tiling(self, images: Sequence[Tensor], operation: Operation, variant: str) -> Tiling | None:
+        residual = len(images) > 1
+        return launch.fitting(images[0], as_convolution(operation), variant, sparse=self.sparse, residual=residual)
+
     def launch(self, inputs: Sequence[Tensor], packed: Tensors, convolution: Convolution, variant: str) -> Tensor:
         residual = inputs[1] if len(inputs) > 1 else None
-        plan = launch.fitting(inputs[0], convolution, variant, sparse=self.sparse, residual=residual is not None)
+        plan = self._tiling(inputs, convolution, variant)
         if plan is None:  # images of this size do not fit into the tile: rare, as plans are made for known sizes
             return self.reference(inputs, packed, convolution)
         operands = launch.Operands(inputs[0], packed["blocks"], packed.get("bias"), residual)

@@ -47,7 +47,7 @@ class _Shape(ctypes.Structure):
             for name in (
                 *("chunks", "taps", "planes", "row_tiles", "pixel_tiles", "rows", "flat", "tile_rows", "tile_images"),
                 *("tiles_per_image", "stride", "pad_h", "pad_w", "pitch", "box_pixels", "slot_bytes", "stage_bytes"),
-                *("stored_bytes", "pixel_slots", "weight_slots", "staging", "weights", "barriers", "lag", "dependent"),
+                *("stored_bytes", "pixel_slots", "weight_slots", "staging", "weights", "barriers", "lag"),
             )
         ),
         ("begins", ctypes.c_uint64),
@@ -142,7 +142,6 @@ def run(operands: Operands, convolution: Convolution, plan: Tiling, sparse: bool
     out = torch.empty((images, convolution.rows, *out_size), dtype=x.dtype, device=x.device, memory_format=_NHWC)
     variant = variant_of(plan, convolution, x.dtype, sparse=sparse, residual=residual is not None)
     kernel = _kernel(variant, x.device.index, plan.shared_bytes)
-    dependent = torch.cuda.is_current_stream_capturing()
     stored = _map(out, plan.stored, plan.flat)
     kernel.launch(
         (_grid(plan, driver.processors(x.device.index)), 1),
@@ -153,9 +152,8 @@ def run(operands: Operands, convolution: Convolution, plan: Tiling, sparse: bool
             stored if residual is None else _map(residual, plan.stored, plan.flat),
             packed,
             bias,
-            _shape(plan, convolution, dependent),
+            _shape(plan, convolution),
         ),
-        dependent=dependent,
     )
     return out
 
@@ -166,7 +164,7 @@ def _map(x: Tensor, box: tuple[int, int, int], flat: bool, stride: int = 1) -> T
     return tensor_map(x, (channels, *size), (SIDE, *box), (1, stride, stride, 1))
 
 
-def _shape(plan: Tiling, convolution: Convolution, dependent: bool) -> _Shape:
+def _shape(plan: Tiling, convolution: Convolution) -> _Shape:
     return _Shape(
         chunks=-(-convolution.channels // SIDE),
         taps=len(plan.shifts),
@@ -192,7 +190,6 @@ def _shape(plan: Tiling, convolution: Convolution, dependent: bool) -> _Shape:
         weights=plan.weights,
         barriers=plan.barriers,
         lag=plan.lag,
-        dependent=dependent,
         begins=plan.begins,
         shifts=(ctypes.c_uint16 * MAX_TAPS)(*plan.shifts),
     )

@@ -104,7 +104,7 @@ def _order(convolution: Convolution) -> list[int]:
 def _blocks(weight: Tensor, convolution: Convolution) -> Tensor:
     """(rows, channels, height, width) -> (row blocks, chunks, taps, row, column)."""
     rows, channels = weight.shape[:2]
-    x = weight.reshape(rows, channels, -1)[..., _order(convolution)]
+    x = _reordered(weight.reshape(rows, channels, -1), _order(convolution))
     x = F.pad(x, (0, 0, 0, -channels % SIDE, 0, -rows % SIDE))
     x = x.reshape(-(-rows // SIDE), SIDE, -(-channels // SIDE), SIDE, x.shape[-1])
     return x.permute(0, 2, 4, 1, 3)
@@ -113,9 +113,13 @@ def _blocks(weight: Tensor, convolution: Convolution) -> Tensor:
 def _weight(blocks: Tensor, convolution: Convolution) -> Tensor:
     x = blocks.permute(0, 3, 1, 4, 2)
     x = x.reshape(x.shape[0] * SIDE, x.shape[2] * SIDE, -1)[: convolution.rows, : convolution.channels]
-    weight = torch.empty_like(x)
-    weight[..., _order(convolution)] = x
-    return weight.reshape(convolution.weight_shape)
+    order = _order(convolution)
+    return _reordered(x, [order.index(tap) for tap in range(len(order))]).reshape(convolution.weight_shape)
+
+
+def _reordered(x: Tensor, order: list[int]) -> Tensor:
+    """x[..., order], without a copy of the indices to the GPU, which could not be recorded."""
+    return torch.stack([x[..., i] for i in order], -1)
 
 
 def _lay_values(values: Tensor) -> Tensor:
