@@ -15,13 +15,14 @@ from torch.fx import GraphModule, Node
 
 from halve.engine.layer import Layer
 from halve.engine.lower import drop_unused_, get_tensor, replace_
-from halve.engine.operations import ACTIVATIONS, Convolution, Linear, MaxPool
+from halve.engine.operations import ACTIVATIONS, Convolution, Linear, MaxPool, PooledConvolution
 from halve.graph import Part
 
 _ATEN = torch.ops.aten
 _CONVOLUTIONS = (_ATEN.conv2d.default, _ATEN.conv2d.padding)
 _NORM = _ATEN._native_batch_norm_legit_no_training.default
 _VIEWS = (_ATEN.view.default, _ATEN._unsafe_view.default)
+_FIRST_CHANNELS = 4  # a convolution with so few input channels is a first layer
 _ACTIVATION_NAMES = {activation.aten: name for name, activation in ACTIVATIONS.items()}
 
 
@@ -103,12 +104,13 @@ class _Chain:
         bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
         self.bias = None if bias is None else self._tensor(bias)
         self.residual: Node | None = None
-        self.operation = self._operation()
+        self.operation: Convolution | Linear | PooledConvolution = self._operation()
 
     def fuse(self) -> None:
         self._absorb(self._norm)
         self._absorb(self._addition)
         self._absorb(self._activation)
+        self._absorb(self._pooling)
         tensors = {"weight": self.weight} if self.bias is None else {"weight": self.weight, "bias": self.bias}
         inputs = [self.node.args[0]] if self.residual is None else [self.node.args[0], self.residual]
         replace_(self.module, self.last, Layer(self.name, self.operation, tensors), inputs)
@@ -163,6 +165,23 @@ class _Chain:
         if name is None or node.kwargs.get("approximate", "none") != "none" or len(node.args) > 1:
             return None
         self.operation = replace(self.operation, activation=name)
+        return node
+
+    def _pooling(self, node: Node) -> Node | None:
+        layer = self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if not isinstance(layer, Layer) or not isinstance(layer.operation, MaxPool):
+            return None
+        pool, convolution = layer.operation, self.operation
+        if not isinstance(convolution, Convolution) or self.residual is not None or convolution.activation != "relu":
+            return None
+        if convolution.channels > _FIRST_CHANNELS or pool.ceil_mode or pool.dilation != (1, 1):
+            return None  # only first layers: others may run sparse, and pooling is cheap beside them
+        if convolution.groups != 1 or convolution.dilation != (1, 1):
+            return None
+        self.operation = PooledConvolution(
+            *(convolution.rows, convolution.channels, convolution.kernel, convolution.stride, convolution.padding),
+            *(convolution.activation, pool.kernel, pool.stride, pool.padding),
+        )
         return node
 
     def _operation(self) -> Convolution | Linear:

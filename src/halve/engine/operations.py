@@ -195,7 +195,53 @@ class MaxPool(Operation):
         return f"max pool {self.kernel[0]}x{self.kernel[1]}/{self.stride[0]} at {' x '.join(map(str, x.shape))}"
 
 
-OPERATIONS: dict[str, type[Operation]] = {kind.__name__: kind for kind in (Convolution, Linear, MaxPool)}
+@dataclass(frozen=True)
+class PooledConvolution(Operation):
+    """max_pool2d(activation(conv2d(x, weight) + bias)): the first layer of many networks.
+
+    >>> stem = PooledConvolution(64, 3, (7, 7), (2, 2), (3, 3), "relu", (3, 3), (2, 2), (1, 1))
+    >>> stem.out_shape((8, 3, 224, 224)), Operation.from_json(stem.to_json()) == stem
+    ((8, 64, 56, 56), True)
+    """
+
+    rows: int
+    channels: int
+    kernel: Pair
+    stride: Pair
+    padding: Pair
+    activation: str
+    pool_kernel: Pair
+    pool_stride: Pair
+    pool_padding: Pair
+
+    @property
+    def convolution(self) -> Convolution:
+        return Convolution(self.rows, self.channels, self.kernel, self.stride, self.padding, activation=self.activation)
+
+    @property
+    def pool(self) -> MaxPool:
+        return MaxPool(self.pool_kernel, self.pool_stride, self.pool_padding, (1, 1), False)
+
+    def reference(self, inputs: Sequence[Tensor], tensors: Tensors) -> Tensor:
+        return self.pool.reference([self.convolution.reference(inputs, tensors)], {})
+
+    def out_shape(self, shape: Sequence[Any]) -> tuple[Any, ...]:
+        return self.pool.out_shape(self.convolution.out_shape(shape))
+
+    def size(self, x: Tensor) -> int:
+        return self.convolution.size(x)
+
+    def describe(self, x: Tensor) -> str:
+        return f"{self.convolution.describe(x)}, max pool {self.pool_kernel[0]}x{self.pool_kernel[1]}"
+
+    @property
+    def weight_shape(self) -> tuple[int, int, int, int]:
+        return self.convolution.weight_shape
+
+
+OPERATIONS: dict[str, type[Operation]] = {
+    kind.__name__: kind for kind in (Convolution, Linear, MaxPool, PooledConvolution)
+}
 
 
 def finish(y: Tensor, residual: Sequence[Tensor], activation: str) -> Tensor:

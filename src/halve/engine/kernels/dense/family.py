@@ -1,7 +1,7 @@
 """Dense kernels of PyTorch, cuDNN and cuBLAS: the fallback on every device, and the baseline.
 
 Variants: `torch` is unfused PyTorch; `cudnn` is cuDNN's fused convolution, bias, residual and ReLU; `gemm` is a matrix
-product, with bias and ReLU fused if cuBLAS supports it.
+product, with bias and ReLU fused if cuBLAS supports it. Max pooling behind a convolution is ours.
 """
 
 from collections.abc import Sequence
@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halve.engine.kernels.kernel import KernelFamily, Piece
-from halve.engine.operations import Convolution, Linear, MaxPool, Operation, Tensors, finish
+from halve.engine.kernels.pool.family import Pool
+from halve.engine.operations import Convolution, Linear, MaxPool, Operation, PooledConvolution, Tensors, finish
 
 _NHWC = torch.channels_last
 
@@ -30,7 +31,7 @@ class Dense(KernelFamily):
         found, operation = ["torch"], piece.operation
         if device.type != "cuda":
             return found
-        if isinstance(operation, Convolution) and operation.activation == "relu":
+        if isinstance(operation, Convolution | PooledConvolution) and operation.activation == "relu":
             found.append("cudnn")
         if isinstance(operation, Convolution | Linear) and operation.pointwise:
             found.append("gemm")
@@ -41,7 +42,7 @@ class Dense(KernelFamily):
 
     def pack(self, operation: Operation, tensors: Tensors) -> dict[str, Tensor]:
         packed = dict(tensors)
-        if isinstance(operation, Convolution):
+        if isinstance(operation, Convolution | PooledConvolution):
             packed["weight"] = tensors["weight"].contiguous(memory_format=_NHWC)
         if "bias" in tensors and tensors["bias"].dtype != tensors["weight"].dtype:
             packed["rounded_bias"] = tensors["bias"].to(tensors["weight"].dtype)
@@ -51,6 +52,9 @@ class Dense(KernelFamily):
         return {name: tensor for name, tensor in packed.items() if name != "rounded_bias"}
 
     def run(self, inputs: Sequence[Tensor], packed: Tensors, operation: Operation, variant: str) -> Tensor:
+        if isinstance(operation, PooledConvolution):
+            y = self.run(inputs, packed, operation.convolution, variant)
+            return Pool().run([Pool.reads.of(y)], {}, operation.pool, "nhwc")
         x, residual = inputs[0], inputs[1:]
         weight, bias = packed.get("weight"), packed.get("rounded_bias", packed.get("bias"))
         if weight is None or not x.is_cuda or not x.numel() or isinstance(operation, MaxPool):

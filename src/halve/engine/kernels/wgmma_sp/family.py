@@ -9,15 +9,13 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from halve.engine.kernels.cuda import driver, jit
+from halve.engine.kernels.cuda import wgmma
 from halve.engine.kernels.cuda.convolution import ConvolutionFamily, as_convolution, as_image
 from halve.engine.kernels.kernel import Piece
 from halve.engine.kernels.wgmma_sp import launch
 from halve.engine.kernels.wgmma_sp.packing import pack, pack_dense, packed_shape, unpack, unpack_dense
 from halve.engine.kernels.wgmma_sp.tiling import TILES, Tiling, supported
 from halve.engine.operations import Convolution, Linear, Operation, Tensors
-
-_CAPABILITY = (9, 0)  # `wgmma` exists on no other
 
 
 class _Wgmma(ConvolutionFamily):
@@ -26,19 +24,11 @@ class _Wgmma(ConvolutionFamily):
         return launch.version()
 
     def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        if (reason := driver.unavailable(device)) is not None:
-            return reason
-        if dtype not in launch.DTYPES:
-            return f"our sparse kernels need float16 or bfloat16, got {dtype}: pass dtype=torch.float16"
-        if (reason := jit.unavailable()) is not None:
-            return reason
-        if torch.cuda.get_device_capability(device) != _CAPABILITY:
-            return f"our wgmma kernels need compute capability 9.0, not that of {torch.cuda.get_device_name(device)}"
-        return None
+        return wgmma.unavailable(device, dtype)
 
     def variants(self, piece: Piece, device: torch.device) -> Sequence[str]:
         operation = piece.operation
-        if not isinstance(operation, Convolution | Linear) or piece.dtype not in launch.DTYPES:
+        if not isinstance(operation, Convolution | Linear) or piece.dtype not in wgmma.DTYPES:
             return ()
         if not supported(operation.convolution) or (self.sparse and not piece.is_2_4):
             return ()

@@ -9,11 +9,11 @@ from torch import Tensor
 
 from halve.engine.kernels.cuda import driver, jit
 from halve.engine.kernels.cuda.tensor_map import TensorMap, tensor_map
+from halve.engine.kernels.cuda.wgmma import multiply_source
 from halve.engine.kernels.wgmma_sp.packing import SIDE
 from halve.engine.kernels.wgmma_sp.tiling import MAX_TAPS, TILES, Tiling, tiling
 from halve.engine.operations import Convolution
 
-DTYPES = (torch.float16, torch.bfloat16)
 _NHWC = torch.channels_last
 _THREADS = 384
 
@@ -62,31 +62,6 @@ class Operands(NamedTuple):
     packed: Tensor
     bias: Tensor | None
     residual: Tensor | None
-
-
-def multiply_source(pixels: int, sparse: bool, bf16: bool) -> str:
-    """`multiply` in CUDA C++: one `wgmma` instruction for tiles of 64 output channels by `pixels` pixels."""
-    kind, count = "bf16" if bf16 else "f16", pixels // 2
-    registers = ", ".join(f"%{i}" for i in range(count))
-    operands = ", ".join(f'"+f"(d[{i}])' for i in range(count))
-    if sparse:
-        return f"""
-template <int SELECTOR>
-__device__ __forceinline__ void multiply(float (&d)[{count}], u64 a, u64 b, u32 meta, int add) {{
-    asm volatile("{{.reg .pred p; setp.ne.b32 p, %{count + 3}, 0;"
-                 "wgmma.mma_async.sp.sync.aligned.m64n{pixels}k32.f32.{kind}.{kind} {{{registers}}}, "
-                 "%{count}, %{count + 1}, %{count + 2}, %{count + 4}, p, 1, 1, 0, 0;}}"
-                 : {operands} : "l"(a), "l"(b), "r"(meta), "r"(add), "n"(SELECTOR));
-}}
-"""
-    return f"""
-__device__ __forceinline__ void multiply(float (&d)[{count}], u64 a, u64 b, int add) {{
-    asm volatile("{{.reg .pred p; setp.ne.b32 p, %{count + 2}, 0;"
-                 "wgmma.mma_async.sync.aligned.m64n{pixels}k16.f32.{kind}.{kind} {{{registers}}}, "
-                 "%{count}, %{count + 1}, p, 1, 1, 0, 0;}}"
-                 : {operands} : "l"(a), "l"(b), "r"(add));
-}}
-"""
 
 
 def machine_code(variant: Variant, architecture: str) -> bytes:

@@ -168,7 +168,7 @@ def _fit(
         return None  # storing would write to the margin behind the box
     slot = _rounded(max(box_pixels, split.pixels + max(shifts), stored_pixels)) * _PIXEL_BYTES
     parts = _parts(tile, split.flat)
-    stages = 0 if in_place else tile.blocks * parts if residual else 2
+    stages = 0 if in_place else tile.blocks * parts if residual else min(2, tile.blocks * parts)
     stage_bytes = _rounded(max(split.pixels // parts, stored_pixels)) * _PIXEL_BYTES
     steps = -(-convolution.channels // SIDE) * len(order)
     row_tiles = -(-convolution.rows // tile.channels)
