@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Pair = tuple[int, int]
-Tensors = Mapping[str, Tensor]  # by name: "weight" and "bias", if the layer has them
+Tensors = Mapping[str, Tensor]  # by name: "weight", "bias" and "scale", if the layer has them
 
 
 class Activation(NamedTuple):
@@ -69,7 +69,7 @@ class Operation(ABC):
 
 @dataclass(frozen=True)
 class Convolution(Operation):
-    """activation(conv2d(x, weight) + bias + residual); the residual is an optional second input.
+    """activation(scale * (conv2d(x, weight) + bias) + residual); the residual is an optional second input.
 
     >>> conv = Convolution(rows=64, channels=32, kernel=(3, 3), stride=(2, 2), padding=(1, 1), activation="relu")
     >>> conv.out_shape((8, 32, 56, 56))
@@ -86,10 +86,13 @@ class Convolution(Operation):
     dilation: Pair = (1, 1)
     groups: int = 1
     activation: str = "none"
+    scaled: bool = False  # has a scale for each output channel
 
     def reference(self, inputs: Sequence[Tensor], tensors: Tensors) -> Tensor:
         weight, bias = tensors["weight"], _cast(tensors.get("bias"), tensors["weight"])
         y = F.conv2d(inputs[0], weight, bias, self.stride, self.padding, self.dilation, self.groups)
+        if self.scaled:
+            y = y * tensors["scale"].to(y.dtype).reshape(-1, 1, 1)
         return finish(y, inputs[1:], self.activation)
 
     def out_shape(self, shape: Sequence[Any]) -> tuple[Any, ...]:
@@ -130,7 +133,7 @@ class Convolution(Operation):
 
 @dataclass(frozen=True)
 class Linear(Operation):
-    """activation(x weight^T + bias + residual); the residual is an optional second input.
+    """activation(scale * (x weight^T + bias) + residual); the residual is an optional second input.
 
     >>> Linear(rows=3, channels=2).reference([torch.ones(1, 2)], {"weight": torch.ones(3, 2)}).tolist()
     [[2.0, 2.0, 2.0]]
@@ -139,9 +142,12 @@ class Linear(Operation):
     rows: int
     channels: int
     activation: str = "none"
+    scaled: bool = False
 
     def reference(self, inputs: Sequence[Tensor], tensors: Tensors) -> Tensor:
         y = F.linear(inputs[0], tensors["weight"], _cast(tensors.get("bias"), tensors["weight"]))
+        if self.scaled:
+            y = y * tensors["scale"].to(y.dtype)
         return finish(y, inputs[1:], self.activation)
 
     def out_shape(self, shape: Sequence[Any]) -> tuple[Any, ...]:
@@ -164,7 +170,7 @@ class Linear(Operation):
     @property
     def convolution(self) -> Convolution:
         """The equivalent 1x1 convolution: each row of the input is a pixel."""
-        return Convolution(self.rows, self.channels, activation=self.activation)
+        return Convolution(self.rows, self.channels, activation=self.activation, scaled=self.scaled)
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,18 @@ def test_without_a_gpu_the_reference_runs(family):
     assert got.is_contiguous(memory_format=torch.channels_last)
 
 
+def test_a_scale_applies_to_weight_and_bias_but_not_to_the_residual():
+    linear = Linear(16, 64, scaled=True)
+    x, residual, tensors = random(5, 64).half(), random(5, 16).half(), {"weight": halved(16, 64), "bias": random(16)}
+    packed = WgmmaSparse().pack(linear, {**tensors, "scale": random(16, seed=4)})
+    expected = random(16, seed=4) * (x.float() @ tensors["weight"].float().T + tensors["bias"]) + residual
+    got = WgmmaSparse().run([x, residual], packed, linear, "128x64")
+    assert relative_error(got, expected) < 2e-3
+    assert torch.equal(WgmmaSparse().unpack(linear, packed)["scale"], random(16, seed=4))
+    with pytest.raises(EngineError, match="the layer is scaled, but has no scale"):
+        WgmmaSparse().run([x], {name: packed[name] for name in ("blocks", "bias")}, linear, "128x64")
+
+
 def test_linear_layers_take_rows_of_any_shape():
     linear = Linear(16, 64)
     weight = halved(16, 64)

@@ -137,6 +137,19 @@ def test_linear_layers():
     assert problem.worst(got.permute(0, 3, 1, 2)) < TOLERANCE[torch.float16]
 
 
+def test_a_scale_applies_to_weight_and_bias_but_not_to_the_residual():
+    problem = Problem(conv(96, 384, activation="none"), (2, 28, 28), residual=True)
+    scale = torch.randn(96, device=GPU)
+    scaled = replace(problem.convolution, scaled=True)
+    x, w, residual = problem.inputs[0].double(), problem.tensors["weight"].double(), problem.inputs[1].double()
+    y = F.conv2d(x, w, problem.tensors["bias"].double())
+    for family, tile in itertools.product(FAMILIES, ("128x192", "64x256 own", "128x64 own")):
+        packed = family.pack(scaled, {**problem.tensors, "scale": scale})
+        got = family.run(problem.inputs, packed, scaled, tile)
+        expected = y * scale.double().reshape(-1, 1, 1) + residual
+        assert float((got - expected).norm() / expected.norm()) < 1e-3
+
+
 def test_many_tiles_repeated_and_recorded_are_bitwise_the_same():
     """Large enough that blocks take several tiles; recorded kernels start before the previous one is done."""
     problem = Problem(conv(128, 128, 3), (96, 28, 28))

@@ -11,6 +11,7 @@ from halve.engine.operations import Convolution, Linear, Operation, Tensors, fin
 from halve.errors import EngineError
 
 _NHWC = torch.channels_last
+_VECTORS = ("bias", "scale")  # one value in single precision per output channel
 
 
 class ConvolutionFamily(KernelFamily):
@@ -21,12 +22,12 @@ class ConvolutionFamily(KernelFamily):
     def pack(self, operation: Operation, tensors: Tensors) -> dict[str, Tensor]:
         convolution = as_convolution(operation)
         packed = self.pack_weight(tensors["weight"].reshape(convolution.weight_shape), convolution)
-        return {**packed, "bias": tensors["bias"]} if "bias" in tensors else packed
+        return {**packed, **{name: tensors[name] for name in _VECTORS if name in tensors}}
 
     def unpack(self, operation: Operation, packed: Tensors) -> dict[str, Tensor]:
         weight = self.unpack_weight(packed, as_convolution(operation))
         weight = weight.flatten(1) if isinstance(operation, Linear) else weight
-        return {"weight": weight, "bias": packed["bias"]} if "bias" in packed else {"weight": weight}
+        return {"weight": weight, **{name: packed[name] for name in _VECTORS if name in packed}}
 
     def run(self, inputs: Sequence[Tensor], packed: Tensors, operation: Operation, variant: str) -> Tensor:
         x, convolution = inputs[0], as_convolution(operation)
@@ -44,11 +45,14 @@ class ConvolutionFamily(KernelFamily):
         return self.reference(inputs, packed, convolution)
 
     def reference(self, inputs: Sequence[Tensor], packed: Tensors, convolution: Convolution) -> Tensor:
-        """The result in plain PyTorch, with the bias added in single precision as the kernels do."""
-        weight, x, bias = self.unpack_weight(packed, convolution), inputs[0], packed.get("bias")
-        y = torch.conv2d(x, weight, None, convolution.stride, convolution.padding, convolution.dilation)
-        if bias is not None:
-            y = (y.float() + bias.reshape(1, -1, 1, 1)).to(x.dtype)
+        """The result in plain PyTorch, with bias and scale in single precision as in the kernels."""
+        weight, x = self.unpack_weight(packed, convolution), inputs[0]
+        y = torch.conv2d(x, weight, None, convolution.stride, convolution.padding, convolution.dilation).float()
+        if "bias" in packed:
+            y = y + packed["bias"].reshape(1, -1, 1, 1)
+        if "scale" in packed:
+            y = y * packed["scale"].reshape(1, -1, 1, 1)
+        y = y.to(x.dtype)
         return finish(y, inputs[1:], convolution.activation).contiguous(memory_format=_NHWC)
 
     @abstractmethod
@@ -72,8 +76,9 @@ class ConvolutionFamily(KernelFamily):
         x, rows, channels = inputs[0], convolution.rows, convolution.channels
         if x.dim() != 4 or x.shape[1] != channels:
             raise EngineError(f"the input must have shape (N, {channels}, H, W), got {tuple(x.shape)}")
-        shapes, bias = self.packed_shapes(convolution), packed.get("bias")
-        named = {**{name: packed[name] for name in shapes}, **({} if bias is None else {"bias": bias})}
+        shapes = self.packed_shapes(convolution)
+        vectors = {name: packed[name] for name in _VECTORS if name in packed}
+        named = {**{name: packed[name] for name in shapes}, **vectors}
         for residual in inputs[1:]:
             expected = convolution.out_shape(x.shape)
             if residual.shape != expected:
@@ -89,9 +94,15 @@ class ConvolutionFamily(KernelFamily):
         for name, tensor in (("weight", packed[next(iter(shapes))]), *(("residual", added) for added in inputs[1:])):
             if tensor.dtype != x.dtype:
                 raise EngineError(f"the input is {x.dtype}, the {name} {tensor.dtype}: convert the input")
-        if bias is not None and (bias.dtype != torch.float32 or bias.numel() != rows or not bias.is_contiguous()):
+        for name, vector in vectors.items():
+            if vector.dtype != torch.float32 or vector.numel() != rows or not vector.is_contiguous():
+                raise EngineError(
+                    f"the {name} must be a contiguous float32 tensor of {rows} values, "
+                    f"got {vector.numel()} in {vector.dtype}"
+                )
+        if convolution.scaled != ("scale" in packed):
             raise EngineError(
-                f"the bias must be a contiguous float32 tensor of {rows} values, got {bias.numel()} in {bias.dtype}"
+                f"the layer is {'scaled, but has no' if convolution.scaled else 'not scaled, but has a'} scale"
             )
         for name, shape in shapes.items():
             tensor = packed[name]

@@ -15,10 +15,11 @@ from halve.engine.kernels.pool.family import Pool
 from halve.engine.operations import Convolution, Linear, MaxPool, Operation, PooledConvolution, Tensors, finish
 
 _NHWC = torch.channels_last
+_VECTORS = ("bias", "scale")
 
 
 class Dense(KernelFamily):
-    """Keeps weights unpacked, channels last, and biases both exact and in the weight's dtype."""
+    """Keeps weights unpacked, channels last, and biases and scales both exact and in the weight's dtype."""
 
     name = "dense"
     library = True
@@ -29,7 +30,7 @@ class Dense(KernelFamily):
 
     def variants(self, piece: Piece, device: torch.device) -> Sequence[str]:
         found, operation = ["torch"], piece.operation
-        if device.type != "cuda":
+        if device.type != "cuda" or getattr(operation, "scaled", False):
             return found
         if isinstance(operation, Convolution | PooledConvolution) and operation.activation == "relu":
             found.append("cudnn")
@@ -44,12 +45,13 @@ class Dense(KernelFamily):
         packed = dict(tensors)
         if isinstance(operation, Convolution | PooledConvolution):
             packed["weight"] = tensors["weight"].contiguous(memory_format=_NHWC)
-        if "bias" in tensors and tensors["bias"].dtype != tensors["weight"].dtype:
-            packed["rounded_bias"] = tensors["bias"].to(tensors["weight"].dtype)
+        for name in _VECTORS:
+            if name in tensors and tensors[name].dtype != tensors["weight"].dtype:
+                packed[f"rounded_{name}"] = tensors[name].to(tensors["weight"].dtype)
         return packed
 
     def unpack(self, operation: Operation, packed: Tensors) -> dict[str, Tensor]:
-        return {name: tensor for name, tensor in packed.items() if name != "rounded_bias"}
+        return {name: tensor for name, tensor in packed.items() if not name.startswith("rounded_")}
 
     def run(self, inputs: Sequence[Tensor], packed: Tensors, operation: Operation, variant: str) -> Tensor:
         if isinstance(operation, PooledConvolution):
@@ -76,8 +78,8 @@ class Dense(KernelFamily):
 
 
 def _read(packed: Tensors) -> dict[str, Tensor]:
-    """The tensors, with the bias in the weight's dtype."""
-    return {**packed, "bias": packed["rounded_bias"]} if "rounded_bias" in packed else dict(packed)
+    """The tensors, with bias and scale in the weight's dtype."""
+    return {**packed, **{name: packed[f"rounded_{name}"] for name in _VECTORS if f"rounded_{name}" in packed}}
 
 
 def _product(x: Tensor, matrix: Tensor, bias: Tensor | None, residual: Sequence[Tensor], activation: str) -> Tensor:

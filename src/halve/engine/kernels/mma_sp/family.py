@@ -34,7 +34,12 @@ class _Mma(ConvolutionFamily):
         if not isinstance(operation, Convolution | Linear) or piece.dtype not in launch.DTYPES:
             return ()
         convolution = operation.convolution
-        if convolution.groups > 1 or convolution.channels % 4 or (self.sparse and not piece.is_2_4):
+        if (
+            convolution.groups > 1
+            or convolution.scaled
+            or convolution.channels % 4
+            or (self.sparse and not piece.is_2_4)
+        ):
             return ()
         return tuple(launch.TILES)
 

@@ -1,4 +1,4 @@
-// Convolution on Hopper's tensor cores (wgmma, compute capability 9.0), with bias, residual and activation in the epilogue.
+// Convolution on Hopper's tensor cores (wgmma, compute capability 9.0), with bias, scale, residual and activation in the epilogue.
 //
 //   D[out channel, pixel] = sum over taps and channels of W[out channel, tap, channel] * X[pixel shifted by tap, channel]
 //
@@ -134,7 +134,7 @@ struct Place {
 extern "C" __global__ void __launch_bounds__(384, 1)
 conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap output,
      const __grid_constant__ TensorMap residual, const unsigned char* __restrict__ packed, const float* __restrict__ bias,
-     const __grid_constant__ Shape s) {
+     const float* __restrict__ scale, const __grid_constant__ Shape s) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 base = (u32)__cvta_generic_to_shared(shared);
     const int thread = threadIdx.x, group = thread / 128;
@@ -235,13 +235,14 @@ conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap 
         const Place place(tile / rows_in_turn, s);
         const int row_tile = RESIDENT ? own_row : tile % s.row_tiles;
         const int first_row = row_tile * TILE_CHANNELS + (OWN ? 0 : consumer) * 64 * BLOCKS;
-        float shift[BLOCKS][2];
+        float factor[BLOCKS][2], shift[BLOCKS][2];
 #pragma unroll
         for (int m = 0; m < BLOCKS; ++m)
 #pragma unroll
             for (int half = 0; half < 2; ++half) {
                 const int row = first_row + m * 64 + warp * 16 + lane / 4 + half * 8;
-                shift[m][half] = bias && row < s.rows ? __ldg(bias + row) : 0.f;
+                factor[m][half] = scale && row < s.rows ? __ldg(scale + row) : 1.f;
+                shift[m][half] = bias && row < s.rows ? __ldg(bias + row) * factor[m][half] : 0.f;
             }
         if (RESIDUAL && !IN_PLACE && t == 0) {
             wait_for_stores<0>();
@@ -350,7 +351,8 @@ conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap 
 #pragma unroll
                     for (int i = 0; i < (pair ? 4 : 2); ++i) {
                         const int k = (part * MATRICES + j + i / 2) * 4 + i % 2 * 2;
-                        float low = sums[m][k] + shift[m][i % 2], high = sums[m][k + 1] + shift[m][i % 2];
+                        float low = fmaf(sums[m][k], factor[m][i % 2], shift[m][i % 2]);
+                        float high = fmaf(sums[m][k + 1], factor[m][i % 2], shift[m][i % 2]);
                         if (RESIDUAL) low += to_float((u16)added[i]), high += to_float((u16)(added[i] >> 16));
                         result[i] = two(ACTIVATE(low), ACTIVATE(high));
                     }

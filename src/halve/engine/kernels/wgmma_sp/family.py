@@ -58,7 +58,7 @@ class _Wgmma(ConvolutionFamily):
         plan = self._tiling(inputs, convolution, variant)
         if plan is None:  # images of this size do not fit into the tile: rare, as plans are made for known sizes
             return self.reference(inputs, packed, convolution)
-        operands = launch.Operands(inputs[0], packed["blocks"], packed.get("bias"), residual)
+        operands = launch.Operands(inputs[0], packed["blocks"], packed.get("bias"), packed.get("scale"), residual)
         return launch.run(operands, convolution, plan, self.sparse)
 
 

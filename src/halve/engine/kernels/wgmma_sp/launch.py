@@ -56,11 +56,12 @@ class _Shape(ctypes.Structure):
 
 
 class Operands(NamedTuple):
-    """The tensors of one launch: on one GPU, images channels last and aligned to 16 bytes, bias in float32."""
+    """The tensors of one launch: on one GPU, images channels last and aligned to 16 bytes, vectors in float32."""
 
     x: Tensor
     packed: Tensor
     bias: Tensor | None
+    scale: Tensor | None
     residual: Tensor | None
 
 
@@ -111,7 +112,7 @@ def variant_of(plan: Tiling, convolution: Convolution, dtype: torch.dtype, *, sp
 
 def run(operands: Operands, convolution: Convolution, plan: Tiling, sparse: bool) -> Tensor:
     """Launch the kernel on the current stream."""
-    x, packed, bias, residual = operands
+    x, packed, bias, scale, residual = operands
     images, _, height, width = x.shape
     out_size = convolution.out_size(height, width)
     out = torch.empty((images, convolution.rows, *out_size), dtype=x.dtype, device=x.device, memory_format=_NHWC)
@@ -127,6 +128,7 @@ def run(operands: Operands, convolution: Convolution, plan: Tiling, sparse: bool
             stored if residual is None else _map(residual, plan.stored, plan.flat),
             packed,
             bias,
+            scale,
             _shape(plan, convolution),
         ),
     )
