@@ -25,8 +25,9 @@ pytestmark = [
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels(tmp_path_factory):
-    """Do not use cached timings of other runs."""
+    """Do not use cached timings of other runs, nor Inductor, which takes long: see test_inductor_gpu.py."""
     patch = pytest.MonkeyPatch()
+    patch.setattr("halve.engine.compiled.by_default", lambda device: False)
     patch.setenv("HALVE_CACHE", str(tmp_path_factory.mktemp("kernels")))
     yield
     patch.undo()

@@ -2,7 +2,7 @@
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from numbers import Integral
 from pathlib import Path
@@ -16,12 +16,12 @@ from torch.fx import GraphModule
 from halve.cuda_graphs import autotuned_cudnn
 from halve.engine import saved
 from halve.engine.capture.guards import Guards
-from halve.engine.inductor import MAX_SECONDS, Bodies, Choice, choose, compile_body
+from halve.engine.inductor import MAX_SECONDS, Bodies, Choice, by_default, choose, compile_body
 from halve.engine.kernels.kernel import Kernel
 from halve.engine.kernels.registry import FALLBACK, family_of, no_sparse_kernels
 from halve.engine.layer import Layer
 from halve.engine.lower import move_
-from halve.engine.plan import Plan, all_dense, decide
+from halve.engine.plan import Plan, all_dense, decide, visit
 from halve.engine.recorded import CAPTURE_LOCK, MAX_RECORDINGS, Recordings, Shapes, shapes_of
 from halve.engine.saved import SavedNetwork
 from halve.engine.timing_cache import TimingCache, network_key
@@ -60,7 +60,7 @@ class Compiled(nn.Module):
             x[:1].detach().clone().cpu() for x in example
         )  # a copy, since the caller may modify theirs
         self.device = example[0].device  # not that of the weights: a graph may have constants on other devices
-        self.inductor = self.device.type == "cuda" if inductor is None else inductor
+        self.inductor = by_default(self.device) if inductor is None else inductor
         self._bodies = Bodies()  # compiled by Inductor
         self._eager = False
         self._has_layers = any(isinstance(module, Layer) for module in body.modules())
@@ -189,7 +189,12 @@ class Compiled(nn.Module):
             self.plan.uncompiled[INDUCTOR] = f"not tried at batch size {size}, after compiling for {spent:.0f} s"
             return
         given = tuple(self.cast_input(x) for x in inputs)
-        sizes = _sizes(self.layers, partial(self.body, *given))
+        sizes: dict[Layer, int] = {}
+
+        def note(layer: Layer, layer_inputs: list[Tensor]) -> None:
+            sizes.setdefault(layer, layer.operation.size(layer_inputs[0]))
+
+        visit(self.layers, partial(self.body, *given), note)
         kernels = {layer: layer.kernel_for(sizes[layer]) for layer in self.layers if layer in sizes}
         if only:
             try:
@@ -328,22 +333,6 @@ def load(path: str | Path, device: str | torch.device | None = None) -> Compiled
     if network.device.type == "cuda" and reason is not None and fast.reason is None:
         fast.fall_back(reason)
     return fast.warmup([*fast.plan.batches, *fast.plan.inductor])
-
-
-def _sizes(layers: Sequence[Layer], run: Callable[[], object]) -> dict[Layer, int]:
-    """The input size of each layer that runs."""
-    found: dict[Layer, int] = {}
-
-    def note(layer: Layer, args: tuple[Any, ...]) -> None:
-        found.setdefault(layer, layer.operation.size(args[0]))
-
-    handles = [layer.register_forward_pre_hook(note) for layer in layers]
-    try:
-        run()
-    finally:
-        for handle in handles:
-            handle.remove()
-    return found
 
 
 def _batched(example: Tensor) -> str:

@@ -43,6 +43,11 @@ class Bodies(dict[Any, Run]):
         return Bodies, ()
 
 
+def by_default(device: torch.device) -> bool:
+    """Whether Inductor is tried on a device if nobody says so. On CPUs it needs a C++ compiler and much time."""
+    return device.type == "cuda"
+
+
 @dataclass(frozen=True)
 class Choice:
     """The fastest form of a network for one input shape."""
@@ -116,9 +121,10 @@ def compile_body(body: GraphModule, kernels: Mapping[Layer, Kernel], inputs: Seq
             fixed.set_submodule(name, _Fixed(layer, kernels.get(layer, FALLBACK)))
     fixed.requires_grad_(False).eval()
     # Recordings are ours. Tracing reads whether weights are constants from the global setting.
-    run = torch.compile(fixed, dynamic=False, fullgraph=True, options={"triton.cudagraphs": False, "freezing": True})
+    options = {"triton.cudagraphs": False, "freezing": True}
     try:
         with _settings(), torch.no_grad():
+            run = torch.compile(fixed, dynamic=False, fullgraph=True, options=options)
             outputs = run(*inputs)
     except Exception as error:  # compilers of several kinds: Dynamo, Triton, C++
         raise EngineError(f"Inductor cannot compile the network: {first_line(error)}") from error

@@ -1,6 +1,8 @@
 """Time every kernel that can run a layer, choose the fastest, and say why."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -234,21 +236,55 @@ def _network_times(
 def time_layers(
     layers: Sequence[Layer], run: Callable[[], object], cache: TimingCache, device: torch.device, sparse: bool = True
 ) -> list[LayerTimes]:
-    """Run the network once and time the kernels of each layer on its first input that is not empty."""
+    """Run the network and time the kernels of each layer on its first input that is not empty."""
     found: dict[int, LayerTimes] = {}
 
-    def time_layer(layer: Layer, args: tuple[Any, ...]) -> None:
-        if id(layer) not in found and args[0].numel():
-            found[id(layer)] = _time_layer(layer, [x for x in args if x is not None], cache, device, sparse)
+    def time_layer(layer: Layer, inputs: list[Tensor]) -> None:
+        if id(layer) not in found:
+            found[id(layer)] = _time_layer(layer, inputs, cache, device, sparse)
 
-    handles = [layer.register_forward_pre_hook(time_layer) for layer in layers]
+    _compile_kernels(layers, run, cache, device, sparse)
+    visit(layers, run, time_layer)
+    cache.save()
+    return [found[id(layer)] for layer in layers if id(layer) in found]
+
+
+def visit(layers: Sequence[Layer], run: Callable[[], object], look: Callable[[Layer, list[Tensor]], None]) -> None:
+    """Run the network, and show the inputs of each layer that are not empty before it runs."""
+
+    def hook(layer: Layer, args: tuple[Any, ...]) -> None:
+        if args[0].numel():
+            look(layer, [x.to(layer.dtype) if layer.has_weight else x for x in args if x is not None])
+
+    handles = [layer.register_forward_pre_hook(hook) for layer in layers]
     try:
         run()
     finally:
         for handle in handles:
             handle.remove()
-    cache.save()
-    return [found[id(layer)] for layer in layers if id(layer) in found]
+
+
+def _compile_kernels(
+    layers: Sequence[Layer], run: Callable[[], object], cache: TimingCache, device: torch.device, sparse: bool
+) -> None:
+    """Compile all kernels that are going to be timed, in several threads: one after the other takes minutes."""
+    if device.type != "cuda":
+        return
+    jobs: dict[object, Callable[[], object]] = {}
+
+    def collect(layer: Layer, inputs: list[Tensor]) -> None:
+        kernels = _candidates(layer, device, sparse, inputs)
+        if cache.get(layer_key(layer, inputs), map(kernel_id, kernels)) is None:
+            for kernel in kernels:
+                job = family_of(kernel).compilation(inputs, layer.operation, kernel.variant)
+                if job is not None:
+                    jobs[job.func, job.args] = job
+
+    visit(layers, run, collect)
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        for done in [pool.submit(job) for job in jobs.values()]:
+            if isinstance(done.exception(), BaseException) and not isinstance(done.exception(), EngineError):
+                done.result()  # kernels that do not compile are reported when they are to run
 
 
 def _candidates(
@@ -264,8 +300,6 @@ def _candidates(
 def _time_layer(
     layer: Layer, inputs: list[Tensor], cache: TimingCache, device: torch.device, sparse: bool
 ) -> LayerTimes:
-    if layer.has_weight:
-        inputs = [x.to(layer.dtype) for x in inputs]
     kernels = _candidates(layer, device, sparse, inputs)
     key = layer_key(layer, inputs)
     ids = {kernel_id(kernel): kernel for kernel in kernels}

@@ -8,7 +8,8 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from functools import partial
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,6 +92,10 @@ class KernelFamily(ABC):
     def fits(self, inputs: Sequence[Tensor], operation: Operation, variant: str) -> bool:
         """Whether the variant supports inputs of these shapes. If not, `run` computes the result in another way."""
         return True
+
+    def compilation(self, inputs: Sequence[Tensor], operation: Operation, variant: str) -> partial[Any] | None:
+        """A call that compiles what the variant needs for these inputs, possibly in another thread; None if nothing."""
+        return None
 
     def inlined(self, variant: str) -> bool:
         """Whether the variant is plain PyTorch, which a compiler may fuse with what surrounds it."""

@@ -5,16 +5,18 @@ of the same kernel: it isolates the effect of sparsity, and can be the fastest k
 """
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from halve.engine.kernels.cuda import driver, jit
-from halve.engine.kernels.cuda.convolution import ConvolutionFamily
+from halve.engine.kernels.cuda.convolution import ConvolutionFamily, as_convolution
 from halve.engine.kernels.kernel import Piece
 from halve.engine.kernels.mma_sp import launch
 from halve.engine.kernels.mma_sp.packing import pack, pack_dense, packed_shapes, restored
-from halve.engine.operations import Convolution, Linear, Tensors
+from halve.engine.operations import Convolution, Linear, Operation, Tensors
 
 
 class _Mma(ConvolutionFamily):
@@ -42,6 +44,11 @@ class _Mma(ConvolutionFamily):
         ):
             return ()
         return tuple(launch.TILES)
+
+    def compilation(self, inputs: Sequence[Tensor], operation: Operation, variant: str) -> partial[Any] | None:
+        convolution, x = as_convolution(operation), inputs[0]
+        described = launch.Variant(self.sparse, x.dtype, convolution.channels, convolution.activation, variant)
+        return partial(launch.machine_code, described, driver.architecture(x.device.index))
 
     def unpack_weight(self, packed: Tensors, convolution: Convolution) -> Tensor:
         return restored(packed["values"], packed.get("metadata"), convolution.weight_shape)

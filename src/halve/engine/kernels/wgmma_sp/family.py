@@ -5,11 +5,13 @@ dense baseline isolates the effect of sparsity, and can be the fastest kernel fo
 """
 
 from collections.abc import Sequence
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from halve.engine.kernels.cuda import wgmma
+from halve.engine.kernels.cuda import driver, wgmma
 from halve.engine.kernels.cuda.convolution import ConvolutionFamily, as_convolution, as_image
 from halve.engine.kernels.kernel import Piece
 from halve.engine.kernels.wgmma_sp import launch
@@ -48,6 +50,15 @@ class _Wgmma(ConvolutionFamily):
             self._tiling([as_image(x) if isinstance(operation, Linear) else x for x in inputs], operation, variant)
             is not None
         )
+
+    def compilation(self, inputs: Sequence[Tensor], operation: Operation, variant: str) -> partial[Any] | None:
+        images = [as_image(x) if isinstance(operation, Linear) else x for x in inputs]
+        plan, convolution = self._tiling(images, operation, variant), as_convolution(operation)
+        if plan is None:
+            return None
+        residual = len(images) > 1
+        described = launch.variant_of(plan, convolution, images[0].dtype, sparse=self.sparse, residual=residual)
+        return partial(launch.machine_code, described, driver.architecture(images[0].device.index))
 
     def _tiling(self, images: Sequence[Tensor], operation: Operation, variant: str) -> Tiling | None:
         residual = len(images) > 1
