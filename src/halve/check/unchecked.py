@@ -46,6 +46,9 @@ def _reasons(module: nn.Module, masked: bool) -> list[str]:
         reasons.append(f"its {listed(replaced)} was replaced")
     if masked and not runs_torch_forward(module):
         reasons.append(f"{type(module).__name__} overrides forward")
+    for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
+        if type(tensor) not in (Tensor, nn.Parameter):
+            reasons.append(f"{name} is a {type(tensor).__name__}")
     known = {"_parameters", "_buffers", *(["weight"] if weight_sources(module) else [])}
     if tensors := [name for name, value in own.items() if name not in known and _holds_tensor(value)]:
         reasons.append(f"{listed(tensors)}: tensor outside of parameters and buffers")

@@ -18,7 +18,7 @@ from halve.masks.layout import Layout, unpermuted
 from halve.masks.mask import Mask, MaskSet
 from halve.masks.moves import fits, moved_back
 from halve.masks.pattern import Pattern
-from halve.modules import check_initialised, weight_name, weight_of
+from halve.modules import check_initialised, weight_name, weight_of, weight_sources
 from halve.select.select import SelectOptions, select
 
 OnChanged = Literal["fail", "accept"]
@@ -311,17 +311,23 @@ class _Comparison:
 
     def __init__(self, model: nn.Module, masks: MaskSet, moved: bool, accept: bool) -> None:
         self._masks, self._digests, self._accept = masks, masks.digests, accept
-        self._given = named_tensors(model, masks)
+        self._given = named_tensors(model, {*masks, *self._computed(model)})
         self._moves = masks.moves if moved else {}
         self._statistics = masks.statistics
+
+    def _computed(self, model: nn.Module) -> list[str]:
+        """Layers whose weight the model computes and the masks know as plain: with a mask once, or without a norm."""
+        known = {} if self._digests is None else self._digests.dense
+        return [name for name, module in model.named_modules() if weight_name(name) in known and weight_sources(module)]
 
     def layer(self, name: str, weight: Tensor) -> LayerCheck:
         """Check the weight of a masked layer."""
         mask, original = self._masks[name], self._moved_back(weight_name(name), weight)
         dropped = ~mask.kept()
         filled, drops = int((dropped & (original != 0)).sum()), int(dropped.sum())
-        state, cast = self._state(name, mask, original, bool(filled))
-        applied = None if self._drops_zeros(name) else 2 * filled <= drops
+        # Dropped weights may also be -0.0, which other tools leave.
+        state, cast = self._state(name, mask, original if filled else original.masked_fill(dropped, 0), bool(filled))
+        applied = None if self._drops_zeros(name) else state != "dense" and 2 * filled <= drops
         update = mask.fingerprint.update(original) if state == "changed" and mask.fingerprint is not None else None
         size = "" if update is None else f" by about {percent(update)}"
         layout = unpermuted(mask.layout)
@@ -358,8 +364,7 @@ class _Comparison:
             known = {weight.dtype: mask.fingerprint.dense if filled else mask.fingerprint.masked}
         else:
             return "unknown", None
-        # Dropped weights may also be -0.0, which other tools leave.
-        dtype = matching_dtype(weight if filled else mask.apply_to(weight), known)
+        dtype = matching_dtype(weight, known)
         return ("changed", None) if dtype is None else ("dense" if filled else "masked", _cast(dtype, known))
 
     def _drops_zeros(self, name: str) -> bool:
