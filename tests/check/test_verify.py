@@ -8,7 +8,7 @@ from torch.nn.utils import parametrizations, parametrize
 from torchvision import models
 
 import halve
-from halve.errors import MaskError, OptionError
+from halve.errors import MaskError, ModelError, OptionError
 from halve.masks.mask import Mask, MaskSet
 from tests import tiny
 from tests.untouched import untouched
@@ -542,6 +542,34 @@ def test_what_else_could_change_the_outputs_is_unchecked(full):
         "6": "Own overrides forward",
         "7": "steps: tensor outside of parameters and buffers",
     }
+
+
+@pytest.mark.parametrize(("layer", "name"), [(10, "weight"), (3, "weight"), (3, "bias"), (1, "running_mean")])
+def test_a_tensor_that_hides_a_parameter_or_buffer_is_the_one_that_is_compared(full, layer, name):
+    _, masks, sparse = full
+    sparse = copy.deepcopy(sparse)
+    vars(sparse[layer])[name] = getattr(sparse[layer], name).detach() * 2
+    result = halve.verify(sparse, masks)
+    assert result.status == "changed"
+    assert list(result.failures) == ["3" if (layer, name) == (3, "weight") else f"{layer}.{name}"]
+
+
+def test_the_weights_that_an_lstm_runs_with_are_unchecked_if_they_are_not_its_parameters():
+    model = nn.ModuleDict({"a": nn.Linear(8, 8), "lstm": nn.LSTM(8, 8), "b": nn.Linear(8, 8)})
+    masks = halve.prune(model, include="a")
+    sparse = halve.apply(model, masks)
+    assert halve.verify(sparse, masks).unchecked == {}
+    sparse["lstm"]._flat_weights = [weight.detach() * 2 for weight in sparse["lstm"]._flat_weights]
+    assert list(halve.verify(sparse, masks).unchecked) == ["lstm"]
+
+
+@pytest.mark.parametrize("change", [lambda weight: weight.to("meta"), torch.Tensor.to_sparse], ids=["meta", "sparse"])
+def test_weights_without_dense_data_are_one_clear_error(change):
+    model = network()
+    masks = halve.prune(model)
+    model[2].weight = nn.Parameter(change(model[2].weight.detach()), requires_grad=False)
+    with pytest.raises(ModelError, match="layer 2 cannot be verified: it must be dense and have data"):
+        halve.verify(model, masks)
 
 
 def test_tensors_without_digests_are_unknown():

@@ -29,13 +29,14 @@ def unchecked_in(model: nn.Module, layers: Collection[str]) -> dict[str, str]:
     found = {}
     if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
         found["all modules"] = "global forward hook"
+    registered = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
     for name, module in model.named_modules():
-        if reasons := _reasons(module, name in layers):
+        if reasons := _reasons(module, name in layers, registered):
             found[name or type(model).__name__] = ", ".join(reasons)
     return found
 
 
-def _reasons(module: nn.Module, masked: bool) -> list[str]:
+def _reasons(module: nn.Module, masked: bool, registered: set[int]) -> list[str]:
     own, reasons = vars(module), []
     if module._forward_pre_hooks or module._forward_hooks:
         reasons.append("forward hook")
@@ -49,12 +50,18 @@ def _reasons(module: nn.Module, masked: bool) -> list[str]:
     for name, tensor in (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False)):
         if type(tensor) not in (Tensor, nn.Parameter):
             reasons.append(f"{name} is a {type(tensor).__name__}")
-    known = {"_parameters", "_buffers", *(["weight"] if weight_sources(module) else [])}
-    if tensors := [name for name, value in own.items() if name not in known and _holds_tensor(value)]:
+    passed = {"_parameters", "_buffers"}
+    if weight_sources(module):
+        passed.add("weight")  # hooks leave the last one behind, and compute it again
+    tensors = [name for name, value in own.items() if name not in passed and _hides_tensor(value, registered)]
+    if tensors:
         reasons.append(f"{listed(tensors)}: tensor outside of parameters and buffers")
     return reasons
 
 
-def _holds_tensor(value: object) -> bool:
-    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
-    return any(isinstance(part, Tensor) for part in inner)
+def _hides_tensor(value: object, registered: set[int], depth: int = 3) -> bool:
+    """Whether an attribute holds a tensor, maybe in a container, that is neither a parameter nor a buffer."""
+    if isinstance(value, Tensor):
+        return id(value) not in registered
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple | set) else ()
+    return depth > 0 and any(_hides_tensor(part, registered, depth - 1) for part in inner)

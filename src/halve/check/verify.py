@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from halve.check.hardware import eligibility
 from halve.check.unchecked import unchecked_in
-from halve.errors import OptionError, listed
+from halve.errors import ModelError, OptionError, listed
 from halve.masks.apply import check_fit, is_moved
 from halve.masks.digests import Digests, TensorDigests, digests_of, has_digest, matching_dtype, named_tensors
 from halve.masks.fingerprint import digest
@@ -299,6 +299,8 @@ def verify(
         return Verification(tuple(checks), unchecked=unchecked_in(model, [check.name for check in checks]))
     if selection:
         raise OptionError(f"verify accepts masks or options of select, not both; got masks and {listed(selection)}")
+    for name, weight in check_fit(model, masks).items():
+        _check_dense(name, weight)
     moved = is_moved(model, masks)
     compare = _Comparison(model, masks, moved, on_changed == "accept")
     layers = tuple(compare.layer(name, weight.cpu()) for name, weight in check_fit(model, masks).items())
@@ -436,6 +438,7 @@ class _Comparison:
 
 def _check_alone(name: str, pattern: Pattern, layout: Layout, weight: Tensor) -> LayerCheck:
     """Check that a weight is N:M in place, without masks to compare it with."""
+    _check_dense(name, weight)
     nonzero = weight.cpu() != 0
     crowded = illegal_blocks(pattern, layout, nonzero)
     failure = None
@@ -448,6 +451,12 @@ def _check_alone(name: str, pattern: Pattern, layout: Layout, weight: Tensor) ->
         *(name, pattern, not crowded, None, "not compared", None, None),
         *(able.tensorrt, able.tensor_cores, None if failure is None else "broken", failure),
     )
+
+
+def _check_dense(name: str, weight: Tensor) -> None:
+    if not has_digest(weight):
+        kind = f"{type(weight).__name__}, {weight.layout}, {weight.dtype}, {weight.device.type}"
+        raise ModelError(f"the weight of layer {name} cannot be verified: it must be dense and have data, got a {kind}")
 
 
 def illegal_blocks(pattern: Pattern, layout: Layout, nonzero: Tensor) -> int:

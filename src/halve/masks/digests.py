@@ -134,11 +134,14 @@ def named_tensors(model: nn.Module, layers: Collection[str]) -> dict[str, Tensor
 
 
 def _named(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    yield from model.named_parameters(remove_duplicate=False)
-    for name, buffer in model.named_buffers(remove_duplicate=False):
-        owner, _, attribute = name.rpartition(".")
-        if attribute != "num_batches_tracked" or not isinstance(model.get_submodule(owner), _NormBase):
-            yield name, buffer
+    named = (*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False))
+    for name, registered in named:
+        path, _, attribute = name.rpartition(".")
+        owner = model.get_submodule(path)
+        if attribute == "num_batches_tracked" and isinstance(owner, _NormBase):
+            continue
+        own = vars(owner).get(attribute)  # if set, the module reads it in place of the registered tensor
+        yield name, own if isinstance(own, Tensor) else registered
 
 
 def ties_of(tensors: Mapping[str, Tensor], layers: Collection[str]) -> dict[str, str]:
