@@ -455,6 +455,8 @@ def test_masks_of_another_training_run_fail(full):
     assert result.moved
     assert {"3", "6", "10.weight", "0.weight"} <= set(result.failures)
     assert all(layer.update > 0.5 for layer in result.layers)
+    twice = halve.apply(sparse, masks, on_changed="ignore")  # its zeros say that it is moved
+    assert all(torch.equal(a, b) for a, b in zip(twice.parameters(), sparse.parameters(), strict=True))
 
 
 def test_masks_of_another_model_are_refused():
@@ -579,6 +581,23 @@ def test_tensors_without_digests_are_unknown():
     result = halve.verify(halve.apply(model, masks), masks)
     assert result.status == "unknown"
     assert [tensor.name for tensor in result.tensors if tensor.state == "unknown"] == ["table"]
+    assert str(result).endswith("unknown: tensors that cannot be compared: table")
+    sparse = halve.apply(tiny.convnet(), halve.prune(tiny.convnet()))
+    sparse[10].weight = nn.Parameter(sparse[10].weight.detach().to_sparse())
+    for on_changed in ("fail", "accept"):
+        result = halve.verify(sparse, halve.prune(tiny.convnet()), on_changed=on_changed)
+        assert result.status == "failed"
+        assert "it is a Parameter (torch.sparse_coo" in result.failures["10.weight"]
+
+
+def test_masks_without_digests_cannot_know_that_tensors_are_missing():
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU())
+    masks = without_digests(halve.prune(model, also="0"))
+    sparse = halve.apply(model, masks)
+    sparse[0].bias = None
+    result = halve.verify(sparse, masks)
+    assert not result.tensors
+    assert result.status == "unknown"
 
 
 # Without masks

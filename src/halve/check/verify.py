@@ -46,7 +46,7 @@ class LayerCheck:
         name: The layer.
         pattern: Its N:M pattern.
         in_place: Whether each block of its weight, as it stands, has at most N weights that are not zero.
-        applied: Whether the weights that the mask drops are zero, but for some; None if the mask drops only zeros.
+        applied: Whether at least half of the weights that the mask drops are zero; None if they are in the checkpoint.
         state: The weight that the mask was made for, with the mask applied ("masked") or without ("dense"), or another
             one ("changed"); "unknown" if the masks have no digests, "not compared" without masks.
         cast: The narrower dtype that the weight was cast to. Its bits are those of the cast.
@@ -112,12 +112,14 @@ class Verification:
         tensors: One entry for each other parameter and buffer, except tied ones and BatchNorm's counters of batches.
         unchecked: Code that may change what the model computes, such as hooks, by module name. It is not checked.
         moved: Whether the channels are in the order that `apply` moves them to.
+        recorded: Whether the masks have digests of the model that they were made for.
     """
 
     layers: tuple[LayerCheck, ...]
     tensors: tuple[TensorCheck, ...] = ()
     unchecked: Mapping[str, str] = field(default_factory=dict)
     moved: bool = False
+    recorded: bool = True
 
     @property
     def ok(self) -> bool:
@@ -131,7 +133,7 @@ class Verification:
         - "ok": see `ok`.
         - "changed": tensors differ from the model that the masks were made for, which on_changed="accept" accepts.
         - "not applied": a dense model that fits its masks. `apply` applies them.
-        - "unknown": the masks have no digests, so tensors cannot be compared.
+        - "unknown": the masks have no digests, or a tensor has none since it is sparse or quantized.
         - "failed": anything else. Also if no layer was checked.
         """
         problems = {check.problem for check in self._checks}
@@ -142,7 +144,7 @@ class Verification:
             return "changed"
         if applied == {False}:
             return "not applied"
-        return "unknown" if any(check.state == "unknown" for check in self._checks) else "ok"
+        return "ok" if self.recorded and not self._unknown else "unknown"
 
     @property
     def failures(self) -> dict[str, str]:
@@ -194,18 +196,30 @@ class Verification:
             return "no layer was checked"
         if self.status == "not applied":
             return f"the masks of {count} fit the model, but are not applied to it"
+        if self.status == "unknown" and self.recorded:
+            return f"tensors that cannot be compared: {listed(self._unknown)}"
         if self.status == "unknown":
             return "the masks do not say which model they were made for, so its tensors cannot be compared"
         if self.status != "ok":
             return f"{len(self.failures)} of {len(self._checks)} checks failed"
         if not self._compared:
             return f"{count} N:M in place"
-        return f"{count} N:M in place, all tensors {'unchanged or accepted' if self.accepted else 'unchanged'}"
+        words = ["unchanged", *(["cast"] if self.casts else []), *(["accepted"] if self.accepted else [])]
+        return f"{count} N:M in place, all tensors {' or '.join(words)}"
+
+    @property
+    def has_next(self) -> bool:
+        """Whether there is something to do next."""
+        return bool(self.layers) and self._compared and not (self.status == "unknown" and self.recorded)
 
     @property
     def _compared(self) -> bool:
         """Whether there were masks to compare the model with."""
         return not any(layer.state == "not compared" for layer in self.layers)
+
+    @property
+    def _unknown(self) -> list[str]:
+        return [check.name for check in self._checks if check.state == "unknown"]
 
     @property
     def _checks(self) -> tuple[LayerCheck | TensorCheck, ...]:
@@ -227,9 +241,11 @@ class Verification:
         rows = [COLUMNS, *(layer.cells() for layer in self.layers)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines = [" | ".join(t.ljust(w) for t, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-        lines += [*self.notes, *(f"failure: {name}: {failure}" for name, failure in self.failures.items())]
+        lines += self.notes
+        if self.status != "not applied":  # the table shows it
+            lines += [f"failure: {name}: {failure}" for name, failure in self.failures.items()]
         lines.append(f"{self.status}: {self.summary}")
-        if self._compared and self.layers:
+        if self.has_next:
             lines.append(f"next: {_NEXT[self.status]}")
         # names in a mask file may hold characters that control a terminal
         return "\n".join(line if line.isprintable() else line.encode("unicode_escape").decode() for line in lines)
@@ -305,7 +321,8 @@ def verify(
     compare = _Comparison(model, masks, moved, on_changed == "accept")
     layers = tuple(compare.layer(name, weight.cpu()) for name, weight in check_fit(model, masks).items())
     applied = {layer.applied for layer in layers} != {False}
-    return Verification(layers, compare.others(applied), unchecked_in(model, masks), moved)
+    others, recorded = compare.others(applied), masks.digests is not None
+    return Verification(layers, others, unchecked_in(model, masks), moved, recorded)
 
 
 class _Comparison:
@@ -405,8 +422,10 @@ class _Comparison:
             return TensorCheck(name, "changed", None, "broken", failure)
         if known is None and has_digest(tensor):
             return TensorCheck(name, "added", None, "broken", "the model that the masks were made for does not have it")
-        if known is None or not has_digest(tensor):
+        if known is None:
             return TensorCheck(name, "unknown")
+        if not has_digest(tensor):
+            return TensorCheck(name, "changed", None, "broken", f"it is a {_kind_of(tensor)}, which it was not")
         return self._compared(name, self._moved_back(name, tensor), known, applied)
 
     def _compared(self, name: str, tensor: Tensor, known: TensorDigests, applied: bool) -> TensorCheck:
@@ -455,8 +474,12 @@ def _check_alone(name: str, pattern: Pattern, layout: Layout, weight: Tensor) ->
 
 def _check_dense(name: str, weight: Tensor) -> None:
     if not has_digest(weight):
-        kind = f"{type(weight).__name__}, {weight.layout}, {weight.dtype}, {weight.device.type}"
+        kind = _kind_of(weight)
         raise ModelError(f"the weight of layer {name} cannot be verified: it must be dense and have data, got a {kind}")
+
+
+def _kind_of(tensor: Tensor) -> str:
+    return f"{type(tensor).__name__} ({tensor.layout}, {tensor.dtype}, {tensor.device.type})"
 
 
 def illegal_blocks(pattern: Pattern, layout: Layout, nonzero: Tensor) -> int:

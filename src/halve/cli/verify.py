@@ -62,11 +62,12 @@ def verify(
         for note in outcome.notes:
             show.say(note)
         for name, failure in outcome.failures.items():
-            show.fail(f"{name}: {failure}")
+            if outcome.status != "not applied":  # the table shows it
+                show.fail(f"{name}: {failure}")
         if not outcome.layers:
             show.fail("no layer to check")
         show.say(f"{outcome.status}: {outcome.summary}")
-        if outcome.layers:
+        if outcome.has_next or (masks is None and outcome.ok):
             show.say(f"next: {_next_command(outcome.status, model, weights, masks)}")
     if not outcome.ok:
         raise typer.Exit(EXIT_CODES[outcome.status])

@@ -177,10 +177,12 @@ def _dtype_name(dtype: torch.dtype) -> str:
 
 
 def _dtype(name: Any) -> torch.dtype:
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype) or _dtype_name(dtype) != name:
+    if not isinstance(name, str) or name not in _DTYPES:
         raise ValueError(f"{str(name)[:40]!r} is not a dtype")
-    return dtype
+    return _DTYPES[name]
+
+
+_DTYPES = {_dtype_name(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 def _moves(entry: Any, tensors: dict[str, Tensor]) -> Moves:
