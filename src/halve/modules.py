@@ -83,6 +83,21 @@ def weight_of(module: nn.Module) -> Tensor:
     return weight.detach()
 
 
+def weight_sources(module: nn.Module) -> frozenset[str]:
+    """Names of the module's tensors that its weight is computed from; empty for a plain weight.
+
+    >>> sorted(weight_sources(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))))
+    ['parametrizations.weight.original0', 'parametrizations.weight.original1']
+    """
+    if parametrize.is_parametrized(module, "weight"):
+        parts = _parametrizations(module)
+        names = [name for name, _ in (*parts.named_parameters(), *parts.named_buffers())]
+        return frozenset(f"parametrizations.weight.{name}" for name in names)
+    if _weight_hook(module) is None:
+        return frozenset()
+    return frozenset({"weight_g", "weight_v", "weight_u", "weight_orig", "weight_mask"})
+
+
 def weight_key(module: nn.Module) -> int:
     """A key that is equal for layers that share one weight."""
     if parametrize.is_parametrized(module, "weight"):

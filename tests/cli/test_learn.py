@@ -33,7 +33,8 @@ def test_masks_are_learned_beside_the_checkpoint_and_verify(halve, net, learned,
     assert learned.recipe["method"] == "learn"
     assert learned.recipe["steps_done"] == 4
     assert learned.recipe["data"] == "photos"
-    assert halve("verify", *net, "--masks", "net.masks.safetensors").code == 0
+    halve("apply", *net, "--masks", "net.masks.safetensors", "--out", "sparse.safetensors")
+    halve("verify", net[0], "--weights", "sparse.safetensors", "--masks", "net.masks.safetensors")
     assert not list(folder.glob("*.learning.safetensors"))
 
 

@@ -153,7 +153,8 @@ def test_an_unknown_dtype_lists_those_that_exist(halve, net, masks):
 @pytest.mark.parametrize("name", ["net.packed.safetensors", "small.safetensors"])
 def test_a_packed_checkpoint_serves_as_weights_whatever_its_name(halve, net, masks, name):
     halve("pack", *net, "--masks", masks, "--out", name)
-    assert "2 of 2 layers ok" in halve("verify", "zoo.py:net", "--weights", name).out
+    assert "ok: 2 layers N:M in place" in halve("verify", "zoo.py:net", "--weights", name).out
+    assert "all tensors unchanged" in halve("verify", "zoo.py:net", "--weights", name, "--masks", masks).out
 
 
 def test_unpack_as_json_names_the_files(halve, net, masks):

@@ -43,7 +43,7 @@ def test_learned_masks_beat_magnitude_by_far_and_the_loss_falls(trained, options
     assert learned.agreement > magnitude.agreement + 0.2
     assert learned.kl < magnitude.kl / 5
     assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
-    assert halve.verify(model, masks).ok
+    assert halve.verify(halve.apply(model, masks), masks).ok
 
 
 def test_labels_can_be_learned_from(trained):
@@ -77,8 +77,7 @@ def test_masks_are_legal_and_fit_the_model(options):
         (m.pattern, m.layout, m.density) for m in expected.values()
     ]
     assert [m.fingerprint.dense for m in masks.values()] == [m.fingerprint.dense for m in expected.values()]
-    report = halve.verify(model, masks)
-    assert report.ok or options.get("order") == "flat"
+    assert halve.verify(halve.apply(model, masks), masks).ok
     assert json.loads(json.dumps(masks.recipe)) == masks.recipe
 
 

@@ -23,7 +23,7 @@ def test_masks_are_legal_and_the_model_stays_as_it_is(precision):
             model, loader(), steps=25, precision=precision, pattern={"3": "1:4", "*": "2:4"}, remainder="pad", also="10"
         )
     assert list(masks) == ["0", "3", "8", "10"]
-    assert halve.verify(model, masks).ok
+    assert halve.verify(halve.apply(model, masks), masks).ok
     assert torch.equal(torch.cuda.get_rng_state(), state)
 
 
@@ -42,7 +42,7 @@ def test_models_in_half_precision_learn(dtype):
     model = convnet().to("cuda", dtype)
     with untouched(model):
         masks = halve.learn(model, loader(), steps=5)
-    assert halve.verify(model, masks).ok
+    assert halve.verify(halve.apply(model, masks), masks).ok
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_models_in_half_precision_learn(dtype):
 def test_convolutions_of_every_kind_learn(layers, shape):
     model = nn.Sequential(*layers, nn.Flatten(2), nn.ReLU()).cuda().eval()
     masks = halve.learn(model, [torch.randn(shape)], steps=2, also=[str(len(layers) - 1)])
-    assert halve.verify(model, masks).ok
+    assert halve.verify(halve.apply(model, masks), masks).ok
 
 
 def test_an_interrupted_run_goes_on(tmp_path):
@@ -112,7 +112,7 @@ def test_a_batch_that_does_not_fit_is_an_error_with_the_largest_half_that_does(s
         learned(512)
     fits = int(str(error.value).split("use batches of ")[1].split()[0])
     del error
-    assert halve.verify(model, learned(fits)).ok
+    assert halve.verify(model, learned(fits)).status == "not applied"
     with pytest.raises(ModelError, match=f"a batch of {2 * fits} images does not fit"):
         learned(2 * fits)
 
@@ -124,7 +124,7 @@ def test_a_loss_that_is_not_finite_is_blamed_on_the_batch_that_was_bad():
     data[3] = bad
     with pytest.raises(LearningError, match="first in layer 0") as error:
         halve.learn(convnet().cuda(), data, steps=20)
-    assert halve.verify(convnet(), error.value.masks).ok
+    assert halve.verify(halve.apply(convnet(), error.value.masks), error.value.masks).ok
 
 
 def test_the_estimate_speaks_of_the_gpus_memory():

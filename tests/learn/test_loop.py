@@ -47,7 +47,7 @@ def test_interrupted_and_resumed_is_the_same_as_uninterrupted_to_the_bit(tmp_pat
         part = learn(convnet(), loader(), run_state=path, report=interrupting(5), **options)
     assert part.recipe["steps_done"] == state_of(path)[0]["step"] == 5
     assert part.recipe["ended"] == "interrupted"
-    assert halve.verify(convnet(), part).ok
+    assert halve.verify(halve.apply(convnet(), part), part).ok
     masks = learn(convnet(), loader(), run_state=path, save_every=0, resume=True, **options)
     assert masks == expected
     assert same_state(state_of(path), state)
@@ -159,7 +159,7 @@ def test_data_that_is_exhausted_gives_masks_and_a_warning(tmp_path):
         masks = learn(convnet(), iter(loader()), steps=9, run_state=tmp_path / "run")
     assert (masks.recipe["ended"], masks.recipe["steps_done"]) == ("data exhausted", 4)
     assert state_of(tmp_path / "run")[0]["step"] == 4
-    assert halve.verify(convnet(), masks).ok
+    assert halve.verify(halve.apply(convnet(), masks), masks).ok
 
 
 @pytest.mark.parametrize("data", [[], iter(()), torch.zeros(0, 4, 8, 8)], ids=["list", "iterator", "tensor"])
@@ -178,7 +178,7 @@ def test_a_loss_that_is_not_finite_ends_with_the_layer_and_what_was_learned(tmp_
         learn(model, [*good, bad], steps=9, run_state=path)
     masks = error.value.masks
     assert masks.recipe["ended"] == "not finite"
-    assert halve.verify(model, masks).ok
+    assert halve.verify(halve.apply(model, masks), masks).ok
     header, tensors = state_of(path)
     assert header["step"] == 4
     assert all(tensor.isfinite().all() for tensor in tensors.values())
@@ -395,7 +395,7 @@ def test_a_failure_after_the_first_step_saves_the_state_and_gives_what_was_learn
     assert f"resume=True continues from {path}" in str(error.value)
     masks = error.value.masks
     assert (masks.recipe["ended"], masks.recipe["steps_done"]) == ("failed", 3)
-    assert halve.verify(model, masks).ok
+    assert halve.verify(halve.apply(model, masks), masks).ok
     assert state_of(path)[0]["step"] == 3
 
 

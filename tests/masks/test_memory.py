@@ -62,7 +62,7 @@ for path in sys.argv[3:]:
 def measured(tmp_path, read, makers):
     """Seconds and errors of reading files, each in its own process. Their peak memory is checked."""
     small = MaskSet({"x": a_mask("2:4", Layout("linear", (4, 4), 4))}).save(tmp_path / "small")
-    paths = [make(tmp_path / f"file{number}") for number, make in enumerate(makers.values())]
+    paths = [make(tmp_path / f"{read}{number}") for number, make in enumerate(makers.values())]
     command = [sys.executable, "-c", MEASURE, read, *map(str, [small, *paths])]
     done = subprocess.run(command, capture_output=True, text=True, env=environment(OMP_NUM_THREADS="1"))
     assert done.returncode == 0, done.stderr

@@ -88,10 +88,9 @@ def test_masks_can_be_applied_in_the_checkpoints_order_with_a_warning(permuted):
     for name, mask in masks.items():
         weight = model.get_submodule(name).weight
         assert torch.equal(sparse.get_submodule(name).weight, mask.apply_to(weight))
-    assert halve.verify(model, masks).ok
     report = halve.verify(sparse, masks)
-    assert report.ok
-    assert set(report.not_accelerated) == set(masks)  # as it stands
+    assert report.status == "failed"  # as it stands
+    assert set(report.not_accelerated) == set(report.failures) == set(masks)
     assert not halve.verify(sparse).ok  # its blocks do not lie in one piece
 
 
@@ -161,12 +160,8 @@ def test_moved_channels_compute_the_same_and_blocks_lie_in_one_piece(permuted):
     assert halve.verify(moved).ok
     checks = halve.verify(moved, masks)
     assert checks.ok
-    assert {layer.state for layer in checks.layers} == {"moved"}
-
-
-def test_hardware_is_judged_in_the_stored_order(permuted):
-    model, masks = permuted
-    assert halve.verify(model, masks).not_accelerated == {}
+    assert checks.moved
+    assert checks.not_accelerated == {}
 
 
 def test_a_moved_model_that_was_changed_afterwards_is_told(permuted):
@@ -277,7 +272,8 @@ def test_an_order_without_its_moves_cannot_be_made(small):
     with pytest.raises(MaskError, match="does not say how to move the channels"):
         halve.apply(model, masks)
     with pytest.warns(ChannelOrderWarning):
-        assert halve.verify(halve.apply(model, masks, permute=False), masks).ok
+        unmoved = halve.apply(model, masks, permute=False)
+    assert not halve.verify(unmoved, masks).ok
 
 
 def test_different_patterns_flat_order_padding_and_groups_do_not_get_in_the_way():
@@ -357,8 +353,9 @@ def test_a_model_that_was_moved_in_part_is_not_ok(permuted):
         sparse, moved = halve.apply(model, masks, permute=False), halve.apply(model, masks)
     sparse[2].conv1.weight = moved[2].conv1.weight
     failures = halve.verify(sparse, masks).failures
-    assert set(failures) == set(masks) - {"2.conv1"}
+    assert set(failures) == set(masks)
     assert "were not moved" in failures["2.conv2"]
+    assert "weights that its mask drops are not zero" in failures["2.conv1"]
 
 
 def test_an_update_of_a_moved_model_is_measured_in_its_own_order(permuted):

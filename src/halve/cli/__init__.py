@@ -9,7 +9,10 @@ from halve.errors import HalveError
 
 
 def main() -> None:
-    """Run the command line. Exit codes: 0 success, 1 a check failed, 2 bad input or usage, 130 interrupted."""
+    """Run the command line. Exit codes: 0 success, 1 a check failed, 2 bad input or usage, 130 interrupted.
+
+    `verify` also has 3 (not applied) and 4 (unknown).
+    """
     from halve.cli.app import app
     from halve.cli.show import fail, note
 

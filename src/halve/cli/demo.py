@@ -60,9 +60,10 @@ def demo(
     results = {name: halve.evaluate(model, masks, test) for name, masks in methods.items()}
 
     dense_file = dense_output.write(lambda path: save_state(model.state_dict(), path, "halve demo"))
-    mask_file = mask_output.write(learned.save)
-    packed_file = packed_output.write(lambda path: halve.pack(model, learned, path))
-    verified = halve.verify(model, halve.load(mask_file))
+    mask_file = mask_output.write(lambda path: learned.save(path, force=force))
+    packed_file = packed_output.write(lambda path: halve.pack(model, learned, path, force=force))
+    saved = halve.load(mask_file)
+    verified = halve.verify(halve.apply(model, saved), saved)
     files = {path.name: path.stat().st_size for path in (dense_file, mask_file, packed_file)}
     seconds = time.perf_counter() - started
     if json:
@@ -86,5 +87,5 @@ def _show(
     show.say("")
     for name, count in files.items():
         show.say(f"{out / name}  {show.size(count)}")
-    show.say(f"verify: {'all masks legal, weights unchanged' if ok else 'FAILED'}; {seconds:.0f} s in total")
+    show.say(f"verify: {'masks applied, all tensors unchanged' if ok else 'FAILED'}; {seconds:.0f} s in total")
     show.say(f"next: halve inspect {out / 'digits.masks.safetensors'}")

@@ -105,14 +105,16 @@ def learn(
             raise
         partial = path.with_name(path.name.removesuffix(SUFFIX) + PARTIAL_SUFFIX)
         try:
-            Output.open(context, partial, MASKS, inputs, force).write(error.masks.save)
+            learned = error.masks
+            Output.open(context, partial, MASKS, inputs, force).write(lambda path: learned.save(path, force=force))
         except FileError as again:
             raise LearningError(f"{error}; the masks learned so far were not saved: {again}", error.masks) from error
         unchanged = f"; {path} is unchanged" if path.exists() else ""
         saved = f"the masks learned so far were saved to {partial}{unchanged}"
         raise LearningError(f"{error}; {saved}", error.masks) from error
     if is_first_rank():
-        output.write(masks.with_recipe(source=opened.source.spec, weights=opened.source.weights, data=data).save)
+        finished = masks.with_recipe(source=opened.source.spec, weights=opened.source.weights, data=data)
+        output.write(lambda path: finished.save(path, force=force))
         if interrupted:
             show.note(f"{path} holds the masks learned so far; the same command with --resume continues from {state}")
         else:

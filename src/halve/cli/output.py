@@ -4,7 +4,7 @@ A command opens its outputs before it does any work, in one line each, so that a
 
     output = Output.open(context, out, MASKS, reads(MODEL=model, weights=weights), force)
     ...
-    output.write(masks.save)
+    output.write(lambda path: masks.save(path, force=force))
 """
 
 import contextlib

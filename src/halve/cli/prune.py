@@ -70,7 +70,7 @@ def prune(
         progress=progress.track,
         **o.selection(pattern, include, exclude, also, order, remainder),
     ).with_recipe(source=opened.source.spec, weights=opened.source.weights, data=data)
-    output.write(masks.save)
+    output.write(lambda path: masks.save(path, force=force))
     permuted = masks.recipe["permute"]
     if json:
         show.as_json(show.described(masks, path) | ({"permute": permuted} if permuted else {}))

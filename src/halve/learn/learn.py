@@ -37,7 +37,7 @@ from halve.learn.settings import LearnOptions, Settings, preset_options, split_o
 from halve.learn.stream import BatchStream
 from halve.masks.fingerprint import digest
 from halve.masks.mask import MaskSet
-from halve.masks.recipe import origin_of, with_fingerprint
+from halve.masks.recipe import origin_of, with_digests, with_fingerprint
 from halve.permute.policy import search_by_default, search_seconds
 from halve.select.select import Choice, plain_options
 
@@ -173,6 +173,7 @@ def learn(
     recipe |= {"selection": plain_options(selection), **orders.recipe(), **outcome.recipe()}
     try:
         masks = _masks(sampler, layers, orders, settings, recipe | origin_of(model))
+        masks = with_digests(masks, model)
     except Exception:
         if outcome.error is None:
             raise

@@ -15,7 +15,7 @@ from halve.errors import FileError, HalveError, MaskError, ModelError, OptionErr
 from halve.masks import storage
 from halve.masks.apply import OnChanged, applied_in_checkpoint_order
 from halve.masks.bits import pack_bits, unpacked_chunks
-from halve.masks.file import header_of, masks_from, tensors_of
+from halve.masks.file import OPTIONAL_KEYS, header_of, masks_from, tensors_of
 from halve.masks.layout import Layout
 from halve.masks.mask import Mask, MaskSet
 from halve.masks.moves import fits, moved
@@ -42,6 +42,7 @@ def pack(
     *,
     dtype: torch.dtype | None = None,
     on_changed: OnChanged = "warn",
+    force: bool = False,
 ) -> Path:
     """Write the masked model's checkpoint with kept values only, atomically, and return its path.
 
@@ -52,6 +53,7 @@ def pack(
         dtype: Cast floating-point tensors to this dtype first (default: keep theirs).
         on_changed: What to do if the weights are not those the masks were made for: "warn" (default), "error" or
             "ignore".
+        force: Replace an existing file, whatever it is. Default: False, which replaces an older packed checkpoint only.
 
     >>> import halve, tempfile
     >>> model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2))
@@ -88,7 +90,7 @@ def pack(
         )
     dense = sum(masks[name].layout.weights * tensors[f"values:{name}"].itemsize for name in masks)
     _check_growth(dense, sum(tensor.nbytes for tensor in tensors.values()))
-    return storage.write(path, FORMAT, {**header_of(masks), "aliases": aliases}, tensors)
+    return storage.write(path, FORMAT, {**header_of(masks), "aliases": aliases}, tensors, force=force)
 
 
 def _cast(name: str, value: Tensor, dtype: torch.dtype | None) -> Tensor:
@@ -129,9 +131,9 @@ def unpack(path: str | Path) -> Unpacked:
     """
     path = Path(path)
     _, header, tensors = storage.read(path, [FORMAT])
-    if header.keys() - {"moves"} != {"layers", "recipe", "aliases"}:
+    if header.keys() - OPTIONAL_KEYS != {"layers", "recipe", "aliases"}:
         raise FileError(
-            f"{path} is damaged: its header must have the keys layers, recipe, aliases and optionally moves"
+            f"{path} is damaged: its header must have the keys layers, recipe, aliases and optionally digests and moves"
         )
     stored = sum(tensor.nbytes for tensor in tensors.values())
     dense = 0

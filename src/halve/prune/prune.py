@@ -9,7 +9,7 @@ from torch import nn
 from halve.batches import Forward, Progress, iterate, reiterable, tracked
 from halve.errors import DataError
 from halve.masks.mask import Mask, MaskSet
-from halve.masks.recipe import origin_of, with_fingerprint
+from halve.masks.recipe import origin_of, with_digests, with_fingerprint
 from halve.permute.permute import SECONDS
 from halve.permute.permute import permute as search_orders
 from halve.prune.recalibrate import recalibrate as recalibrate_masks
@@ -100,4 +100,5 @@ def prune(
         mask = Mask.from_scores(choice.pattern, choice.layout, found.by_layer.pop(choice.name))
         masks[choice.name] = with_fingerprint(mask, weights[choice.name], choice.shared_with)
     result = MaskSet(masks, recipe=recipe | origin_of(model), moves=permutation.moves if permutation else None)
+    result = with_digests(result, model)
     return recalibrate_masks(model, result, data, forward=forward, progress=progress) if recalibrate else result

@@ -8,8 +8,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 
 from halve.batches import Forward, Progress, count_of, iterate, run
 from halve.errors import ModelError
-from halve.masks.apply import OnChanged, applied_in_checkpoint_order, check_dense
+from halve.masks.apply import OnChanged, applied_in_checkpoint_order, check_dense, check_fit, is_unchanged
 from halve.masks.mask import MaskSet
+from halve.masks.recipe import with_digests
 from halve.modules import clone
 from halve.prune.statistics import check_finite
 
@@ -71,6 +72,8 @@ def recalibrate(
         statistics[f"{name}.running_mean"] = mean + shift
         statistics[f"{name}.running_var"] = (variance + (variance + eps) * (ratio - 1)).clamp(min=0)
         check_finite(name, statistics[f"{name}.running_mean"], statistics[f"{name}.running_var"])
+    if masks.digests is None and all(is_unchanged(w, masks[name]) for name, w in check_fit(model, masks).items()):
+        masks = with_digests(masks, model)  # a file from before masks had digests
     return masks.with_statistics(statistics).with_recipe(recalibrated_on_images=images)
 
 
