@@ -121,7 +121,7 @@ def compile_body(body: GraphModule, kernels: Mapping[Layer, Kernel], inputs: Seq
             fixed.set_submodule(name, _Fixed(layer, kernels.get(layer, FALLBACK)))
     fixed.requires_grad_(False).eval()
     # Recordings are ours. Tracing reads whether weights are constants from the global setting.
-    options = {"triton.cudagraphs": False, "freezing": True}
+    options: dict[str, Any] = {"triton.cudagraphs": False, "freezing": True}
     try:
         with _settings(), torch.no_grad():
             run = torch.compile(fixed, dynamic=False, fullgraph=True, options=options)
