@@ -21,7 +21,7 @@ ORDER = [
     {"errors", "version"},
     {"modules"},
     {"masks"},
-    {"agreement", "batches", "cuda_graphs", "graph", "outputs"},
+    {"agreement", "batches", "cuda_graphs", "graph", "outputs", "process_state"},
     {"select"},
     {"permute"},
     {"prune"},

@@ -24,8 +24,9 @@ from halve.engine.plan import Entry
 from halve.errors import EngineError, OptionError, first_line
 from halve.masks.apply import OnChanged, apply
 from halve.masks.mask import MaskSet
-from halve.modules import convert_
+from halve.modules import convert_, unwrapped
 from halve.outputs import relative_error
+from halve.process_state import preserved_process_state
 
 _TOLERANCE = 0.2  # relative error of outputs: far above rounding in half precision, far below a wrong network
 _LONGEST_ERROR = 300  # characters
@@ -55,6 +56,7 @@ class Measurement:
         return None if self.median_ms is None else 1e3 * self.batch / self.median_ms
 
 
+@preserved_process_state()
 def bench(
     model: nn.Module,
     masks: MaskSet,
@@ -113,6 +115,7 @@ def bench(
     >>> [(one.system, one.median_ms is not None, one.error) for one in found]
     [('eager', True, None), ('halve', True, None), ('best_dense', False, 'needs a CUDA GPU')]
     """
+    model = unwrapped(model)
     names, sizes = list(dict.fromkeys(systems)), list(dict.fromkeys(batch_sizes))
     inputs = example if isinstance(example, tuple) else (example,)
     _check_options(names, sizes, seconds, inputs)

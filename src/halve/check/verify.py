@@ -15,7 +15,7 @@ from halve.masks.layout import Layout, unpermuted
 from halve.masks.mask import Mask, MaskSet
 from halve.masks.moves import fits, moved_back
 from halve.masks.pattern import Pattern
-from halve.modules import weight_name, weight_of
+from halve.modules import unwrapped, weight_name, weight_of
 from halve.select.select import SelectOptions, select
 
 State = Literal["dense", "masked", "moved", "changed", "unknown"]
@@ -88,6 +88,7 @@ def verify(model: nn.Module, masks: MaskSet | None = None, **selection: Unpack[S
     >>> halve.verify(model, masks).ok, halve.verify(halve.apply(model, masks)).ok, halve.verify(model).ok
     (True, True, False)
     """
+    model = unwrapped(model)
     if masks is not None:
         if selection:
             raise OptionError(f"verify accepts masks or options of select, not both; got masks and {listed(selection)}")

@@ -20,11 +20,13 @@ from halve.errors import EngineError, ModelError, OptionError
 from halve.graph import Captured, capture
 from halve.masks.apply import OnChanged, apply
 from halve.masks.mask import MaskSet
-from halve.modules import check_initialised, convert_
+from halve.modules import check_initialised, convert_, unwrapped
+from halve.process_state import preserved_process_state
 
 NETWORK = "the network"  # its name in `Plan.uncompiled`
 
 
+@preserved_process_state()
 def compile(
     model: nn.Module,
     masks: MaskSet,
@@ -66,6 +68,7 @@ def compile(
     >>> torch.allclose(fast(images), halve.apply(model, masks)(images), atol=1e-5)
     True
     """
+    model = unwrapped(model)
     inputs = example if isinstance(example, tuple) else (example,)
     _check_example(model, inputs)
     _check_options(masks, dtype, batch_sizes, plan_from)

@@ -38,12 +38,15 @@ from halve.learn.stream import BatchStream
 from halve.masks.fingerprint import digest
 from halve.masks.mask import MaskSet
 from halve.masks.recipe import origin_of, with_fingerprint
+from halve.modules import unwrapped
 from halve.permute.policy import search_by_default, search_seconds
+from halve.process_state import preserved_process_state
 from halve.select.select import Choice, plain_options
 
 Precision = Literal["auto", "float32", "bfloat16"]
 
 
+@preserved_process_state()
 @torch.inference_mode(False)
 @torch.enable_grad()
 def learn(
@@ -136,6 +139,7 @@ def learn(
     >>> masks
     MaskSet(1 layer, 128 weights, 50.0 % kept)
     """
+    model = unwrapped(model)
     selection, given = split_options({**preset_options(preset), **options})
     settings = Settings.of(given)
     _check_options(settings, permute, max_drop, drop_data, drop_metric, precision, run_state, resume)

@@ -13,7 +13,7 @@ from halve.masks.fingerprint import digest
 from halve.masks.layout import unpermuted
 from halve.masks.mask import Mask, MaskSet
 from halve.masks.moves import fits, inverse_of, move_, moved_back
-from halve.modules import clone, kind_of, set_weight_, weight_name, weight_of
+from halve.modules import clone, kind_of, set_weight_, unwrapped, weight_name, weight_of
 
 OnChanged = Literal["warn", "error", "ignore"]
 
@@ -84,6 +84,7 @@ def restore_order(model: nn.Module, masks: MaskSet) -> nn.Module:
     >>> torch.equal(halve.restore_order(sparse, masks)[4].weight, model[4].weight)
     True
     """
+    model = unwrapped(model)
     weights = check_fit(model, masks)
     copy = clone(model)
     if is_moved(weights, masks):

@@ -10,10 +10,12 @@ from halve.batches import Forward, Progress, count_of, iterate, run
 from halve.errors import ModelError
 from halve.masks.apply import OnChanged, applied_in_checkpoint_order, check_dense
 from halve.masks.mask import MaskSet
-from halve.modules import clone
+from halve.modules import clone, unwrapped
+from halve.process_state import preserved_process_state
 from halve.prune.statistics import check_finite
 
 
+@preserved_process_state()
 def recalibrate(
     model: nn.Module,
     masks: MaskSet,
@@ -47,6 +49,7 @@ def recalibrate(
     >>> sorted(masks.statistics)
     ['1.running_mean', '1.running_var']
     """
+    model = unwrapped(model)
     check_dense(model, masks)
     sparse = applied_in_checkpoint_order(model, masks.with_statistics({}), on_changed)
     dense = clone(model)

@@ -12,7 +12,18 @@ from torch.nn.parameter import is_lazy
 from halve.errors import ModelError, OptionError, listed
 from halve.masks.layout import ORDERS, Layout, Order
 from halve.masks.pattern import Pattern
-from halve.modules import KINDS, Kind, check_initialised, has_weight, kind_of, weight_key, weight_of, zeros_stay_zero
+from halve.modules import (
+    KINDS,
+    Kind,
+    check_initialised,
+    has_weight,
+    kind_of,
+    unwrapped,
+    weight_key,
+    weight_of,
+    zeros_stay_zero,
+)
+from halve.process_state import preserved_process_state
 from halve.select.head import find_heads
 
 Remainder = Literal["skip", "pad", "error"]
@@ -82,6 +93,7 @@ class Selection(Sequence[Choice]):
         )
 
 
+@preserved_process_state()
 def select(
     model: nn.Module,
     pattern: PatternRule = "2:4",
@@ -99,7 +111,7 @@ def select(
     depthwise convolutions and the classifier head. Layer names may be globs, such as "layer3.*".
 
     Args:
-        model: The model. It is not changed.
+        model: The model. It is not changed. DataParallel, DistributedDataParallel and torch.compile are unwrapped.
         pattern: N:M pattern for all layers, or a dict from globs to patterns: the first match wins; None, or no match,
             keeps a layer dense. Default: "2:4".
         include: Mask only these layers (default: all).
@@ -120,8 +132,7 @@ def select(
     1  Conv2d  8x8x3x3  2:4    along input channels
     3  Linear  2x8      dense  classifier head (also='3' masks it)
     """
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    model = unwrapped(model)
     rules = pattern if isinstance(pattern, Mapping) else {"*": pattern}
     patterns = {glob: None if rule is None else Pattern(rule) for glob, rule in rules.items()}
     only, never, extra = _globs(include), _globs(exclude), _globs(also)
