@@ -31,6 +31,7 @@ def as_batches(data: Any) -> Iterable[Any]:
     [64, 36]
     """
     if isinstance(data, Tensor):
+        check_readable(data)
         return torch.split(data, _SPLIT)
     if not isinstance(data, Iterable):
         raise DataError(f"data must be an iterable of batches, such as a DataLoader; got {type(data).__name__}")
@@ -94,6 +95,7 @@ def images_of(batch: Any) -> Tensor:
         raise DataError(
             f"the images of a batch must be a tensor, got {type(batch).__name__}; pass forward= for such batches"
         )
+    check_readable(batch)
     if not batch.is_floating_point():
         raise DataError(
             f"images must be floating point, got {batch.dtype}: convert and normalise them as the model expects"
@@ -101,6 +103,15 @@ def images_of(batch: Any) -> Tensor:
     if batch.dim() < 2 or batch.shape[0] == 0:
         raise DataError(f"images must have shape (batch, ...) with at least one image, got {tuple(batch.shape)}")
     return batch
+
+
+def check_readable(images: Tensor) -> None:
+    """Raise `DataError` for sparse and nested tensors, and for those without values."""
+    if images.is_nested or images.layout != torch.strided:
+        what = "a nested tensor" if images.is_nested else f"layout {images.layout}"
+        raise DataError(f"images must be a dense tensor, got {what}: convert them, for example with .to_dense()")
+    if images.is_meta:
+        raise DataError("images on the meta device have no values: load them on the CPU or a GPU")
 
 
 def count_of(batch: Any, output: Tensor, forward: Forward | None) -> int:

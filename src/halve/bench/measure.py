@@ -12,7 +12,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from halve.batches import Progress
+from halve.batches import Progress, check_readable
 from halve.bench.energy import energy_meter
 from halve.bench.rounds import burst_timer, energy_mj, interleaved
 from halve.bench.systems import SYSTEMS, Case, Prepared, weight_bytes
@@ -152,6 +152,9 @@ def _check_options(systems: list[str], batch_sizes: list[int], seconds: float, i
             raise OptionError(f"batch_sizes must be positive integers, got {size!r}")
     if not seconds > 0:
         raise OptionError(f"seconds must be positive, got {seconds!r}")
+    for x in inputs:
+        if isinstance(x, Tensor):
+            check_readable(x)
     if not inputs or not all(isinstance(x, Tensor) and x.dim() and len(x) for x in inputs):
         raise OptionError("example must be a tensor of images, or a tuple of tensors, as the model takes them")
 

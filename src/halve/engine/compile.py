@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halve.batches import check_readable
 from halve.engine.capture.equivalence import checked
 from halve.engine.capture.guards import Guards
 from halve.engine.capture.partial import CapturedPart, captured_parts, replace_parts_
@@ -181,8 +182,10 @@ def _run_once(fast: Compiled, inputs: tuple[Tensor, ...], name: str, dtype: torc
 def _check_example(model: nn.Module, inputs: tuple[Any, ...]) -> None:
     if not inputs or not all(isinstance(x, Tensor) and x.dim() for x in inputs):
         raise OptionError("example must be a tensor of images, or a tuple of tensors, as the model takes them")
-    if any(tensor.is_meta for tensor in (*inputs, *model.parameters(), *model.buffers())):
-        raise OptionError("example and model must have data: tensors on the meta device have none")
+    for x in inputs:
+        check_readable(x)
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise OptionError("the model must have data: tensors on the meta device have none")
     if len({len(x) for x in inputs}) > 1 or not len(inputs[0]):
         raise OptionError(
             f"the example's inputs have shapes {[tuple(x.shape) for x in inputs]}: their first dimension must be the "

@@ -1,7 +1,6 @@
 """Compiled networks: modules for inference that replace the model."""
 
 import contextlib
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from numbers import Integral
@@ -24,7 +23,7 @@ from halve.engine.plan import Plan, decide
 from halve.engine.recorded import CAPTURE_LOCK, MAX_RECORDINGS, Recordings, Shapes, shapes_of
 from halve.engine.saved import SavedNetwork
 from halve.engine.timing_cache import TimingCache, network_key
-from halve.errors import EngineError, EngineWarning, OptionError, first_line, listed
+from halve.errors import EngineError, EngineWarning, OptionError, first_line, listed, warn
 
 _NHWC = torch.channels_last
 _MAX_SHAPES = 4096  # shapes remembered as valid
@@ -257,7 +256,7 @@ class Compiled(nn.Module):
         self._sparse_kernels = [dict(layer.kernels) for layer in self.layers]
         for layer in self.layers:
             layer.use({1: FALLBACK})
-        warnings.warn(f"running dense: {reason}", EngineWarning, stacklevel=3)
+        warn(f"running dense: {reason}", EngineWarning)
         return self
 
 
