@@ -73,6 +73,10 @@ class ChannelOrderWarning(UserWarning):
     """Masks were applied in a channel order in which hardware cannot use them."""
 
 
+class DtypeWarning(UserWarning):
+    """Tensors keep their dtype, since the requested one cannot hold their values."""
+
+
 class ChangedWeightsWarning(UserWarning):
     """Masks are applied to weights other than those they were made for."""
 
