@@ -11,9 +11,10 @@ from halve.errors import HalveError
 def main() -> None:
     """Run the command line. Exit codes: 0 success, 1 a check failed, 2 bad input or usage, 130 interrupted."""
     from halve.cli.app import app
-    from halve.cli.show import fail, note
 
     def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+        from halve.cli.show import note
+
         note(f"warning: {message}")
 
     warnings.showwarning = show
@@ -23,5 +24,7 @@ def main() -> None:
     try:
         app()
     except HalveError as error:
+        from halve.cli.show import fail
+
         fail(str(error))
         sys.exit(2)
