@@ -18,7 +18,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # Each room may import itself and what stands in an earlier line; CONTRIBUTING.md shows the same list.
 ORDER = [
-    {"errors", "version"},
+    {"errors", "progress", "version"},
     {"modules"},
     {"masks"},
     {"agreement", "batches", "cuda_graphs", "graph", "outputs", "process_state"},
@@ -32,7 +32,7 @@ ORDER = [
     {"cli"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
-BESIDE = {"sources": {"errors", "version", "modules", "masks", "batches"}}
+BESIDE = {"sources": {"errors", "progress", "version", "modules", "masks", "batches"}}
 TOP = {"__init__", "public", "__main__"}  # the public names, and the door to the command line
 METHODS = [("halve.masks.mask", "halve.masks.file")]  # MaskSet.save, the counterpart of load: the only way back
 HEAVY = ("typer", "rich", "torchvision", "timm", "accelerate", "PIL", "sklearn")

@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from halve.errors import DataError, ModelError
+from halve.progress import track
 
 T = TypeVar("T")
 Forward = Callable[[nn.Module, Any], Any]
-# Called with an iterable and a description, yields the same items: rich.progress.track and tqdm.tqdm both qualify.
-Progress = Callable[[Iterable[Any], str], Iterable[Any]]
+# True shows a line in terminals and notebooks. A function is called with an iterable and a description and yields the
+# same items: rich.progress.track and tqdm.tqdm both qualify.
+Progress = bool | Callable[[Iterable[Any], str], Iterable[Any]]
 
 _INPUTS = ("image", "images", "pixel_values", "input", "inputs", "data", "x", "img")
 _LABELS = ("label", "labels", "target", "targets", "cls", "y")
@@ -45,7 +47,9 @@ def reiterable(data: Any) -> Any:
 
 def tracked(items: Iterable[T], progress: Progress | None, what: str) -> Iterable[T]:
     """The items, with a progress display if there is one."""
-    return progress(items, what) if progress else items
+    if callable(progress):
+        return progress(items, what)
+    return track(items, what) if progress else items
 
 
 def iterate(data: Any, progress: Progress | None = None, what: str = "batches") -> Iterator[Any]:

@@ -12,7 +12,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from halve.batches import Progress, check_readable
+from halve.batches import Progress, check_readable, tracked
 from halve.bench.energy import energy_meter
 from halve.bench.rounds import burst_timer, energy_mj, interleaved
 from halve.bench.systems import SYSTEMS, Case, Prepared, weight_bytes
@@ -67,7 +67,7 @@ def bench(
     systems: Iterable[str] = tuple(SYSTEMS),
     seconds: float = 0.5,
     on_changed: OnChanged = "warn",
-    progress: Progress | None = None,
+    progress: Progress = True,
 ) -> list[Measurement]:
     """Measure latency, memory and energy of the masked model in several systems.
 
@@ -96,7 +96,7 @@ def bench(
         systems: names from the list above. Default: all.
         seconds: time spent on each system at each batch size, not counting compilation.
         on_changed: what to do if the weights are not those the masks were made for: "warn", "error" or "ignore".
-        progress: wraps iterables to report progress: called as `progress(items, description)`.
+        progress: show progress in terminals and notebooks, or a function such as `tqdm.tqdm` that wraps loops.
 
     Returns:
         One `Measurement` per batch size and system, in the order given.
@@ -127,7 +127,7 @@ def bench(
     def compiled() -> Compiled:
         if not fast:
             first = _batch_of(inputs, sizes[0], dtype, _NHWC)
-            fast.append(compile(model, masks, first, dtype=dtype, on_changed="ignore"))
+            fast.append(compile(model, masks, first, dtype=dtype, on_changed="ignore", progress=False))
         return fast[0]
 
     found = []
@@ -175,7 +175,7 @@ def _to_channels_last_(masked: nn.Module, inputs: tuple[Tensor, ...], dtype: tor
     return torch.contiguous_format
 
 
-def _measure_batch(case: Case, names: list[str], seconds: float, progress: Progress | None) -> list[Measurement]:
+def _measure_batch(case: Case, names: list[str], seconds: float, progress: Progress) -> list[Measurement]:
     """Measure all systems on one batch."""
     batch, device = case.batch, case.inputs[0].device
     results: dict[str, dict[str, Any]] = {name: {} for name in names}
@@ -184,7 +184,7 @@ def _measure_batch(case: Case, names: list[str], seconds: float, progress: Progr
         expected = _outputs(case.masked(*case.inputs))
     except Exception:  # the eager system reports the error
         expected = None
-    for name in progress(names, f"batch {batch}: preparing") if progress else names:
+    for name in tracked(names, progress, f"batch {batch}: preparing"):
         try:
             prepared[name], results[name]["memory_bytes"] = _prepare(name, case, expected)
             results[name] |= {"note": prepared[name].note, "plan": prepared[name].plan}

@@ -42,7 +42,7 @@ def evaluate(
     dense: nn.Module | None = None,
     classes: Sequence[int] | None = None,
     forward: Forward | None = None,
-    progress: Progress | None = None,
+    progress: Progress = True,
     on_changed: OnChanged = "warn",
 ) -> Evaluation:
     """Measure a model's accuracy, and its agreement with the dense model.
@@ -55,7 +55,8 @@ def evaluate(
         classes: For data with only some of the model's classes, the model's output for each label. All outputs still
             compete.
         forward: `forward(model, batch)` runs the model on an unusual batch.
-        progress: Progress display, such as `tqdm.tqdm` or `rich.progress.track`.
+        progress: Show progress in terminals and notebooks, or a function such as `tqdm.tqdm` that wraps loops.
+            Default: True.
         on_changed: What to do if the weights are not those the masks were made for: "warn" (default), "error" or
             "ignore".
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halve.batches import check_readable
+from halve.batches import Progress, check_readable, tracked
 from halve.engine.capture.equivalence import checked
 from halve.engine.capture.guards import Guards
 from halve.engine.capture.partial import CapturedPart, captured_parts, replace_parts_
@@ -38,6 +38,7 @@ def compile(
     any_size: bool = False,
     on_changed: OnChanged = "warn",
     plan_from: Compiled | None = None,
+    progress: Progress = True,
 ) -> Compiled:
     """Compile the masked model for inference: sparse kernels run where they are faster than dense ones.
 
@@ -56,6 +57,7 @@ def compile(
         on_changed: what to do if the weights are not those the masks were made for: "warn", "error" or "ignore".
         plan_from: a compiled network with the same layers, whose plan is reused instead of timing kernels again. For
             updated checkpoints under the same masks.
+        progress: show progress in terminals and notebooks, or a function such as `tqdm.tqdm` that wraps loops.
 
     Returns:
         A module that replaces the model. Its `plan` says which kernel each layer uses, and why.
@@ -78,7 +80,10 @@ def compile(
     if not computed.is_floating_point:
         raise OptionError(f"dtype must be a floating-point type such as torch.float16, got {computed}")
     with CAPTURE_LOCK, torch.no_grad():
-        fast = _compiled(model, masks, inputs, computed, any_size, on_changed)
+        [fast] = (
+            _compiled(model, masks, given, computed, any_size, on_changed)
+            for given in tracked([inputs], progress, "capturing the network")
+        )
         reason = no_sparse_kernels(fast.device, computed)
         if reason is None and not any(layer.sparse_kernels(fast.device) for layer in fast.layers):
             reason = "no captured layer is 2:4 along its input channels, in blocks of four"
@@ -86,7 +91,7 @@ def compile(
             fast.fall_back(reason)
         elif plan_from is not None:
             fast.use_plan_of(plan_from)
-        return fast.warmup([len(inputs[0]), *batch_sizes, *fast.plan.batches])
+        return fast.warmup([len(inputs[0]), *batch_sizes, *fast.plan.batches], progress)
 
 
 @dataclass

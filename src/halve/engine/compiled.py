@@ -12,6 +12,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from halve.batches import Progress
 from halve.cuda_graphs import autotuned_cudnn
 from halve.engine import saved
 from halve.engine.capture.guards import Guards
@@ -139,11 +140,12 @@ class Compiled(nn.Module):
             f"{advice}with an example of that shape"
         )
 
-    def warmup(self, batch_sizes: Sequence[int] | int) -> "Compiled":
+    def warmup(self, batch_sizes: Sequence[int] | int, progress: Progress = True) -> "Compiled":
         """Plan and record batch sizes ahead of time. Returns self.
 
         Args:
             batch_sizes: one or more positive integers.
+            progress: show progress in terminals and notebooks, or a function such as `tqdm.tqdm` that wraps loops.
         """
         given = list(batch_sizes) if isinstance(batch_sizes, Iterable) else [batch_sizes]
         for size in given:
@@ -151,10 +153,10 @@ class Compiled(nn.Module):
                 raise OptionError(f"batch_sizes must be positive integers, got {size!r}")
         for size in dict.fromkeys(int(size) for size in given):
             if not self._eager:
-                self._prepare(size)
+                self._prepare(size, progress)
         return self
 
-    def _prepare(self, size: int) -> None:
+    def _prepare(self, size: int, progress: Progress) -> None:
         inputs = tuple(self._expanded(x, size) for x in self.example)
         self._check(inputs)
         with CAPTURE_LOCK, self._recordings.planning, torch.no_grad(), self._current(), autotuned_cudnn():
@@ -167,6 +169,7 @@ class Compiled(nn.Module):
                         self.device,
                         key=network_key(self.body, inputs),
                         sparse=self.reason is None,
+                        progress=progress,
                     )
                 self.plan.batches |= {size: entries} if entries else {}
             if self.device.type == "cuda":

@@ -32,7 +32,7 @@ def prune(
     example: Any = None,
     seed: int = 0,
     forward: Forward | None = None,
-    progress: Progress | None = None,
+    progress: Progress = True,
     **selection: Unpack[SelectOptions],
 ) -> MaskSet:
     """Choose masks in one shot: each block keeps the N weights with the highest scores.
@@ -53,7 +53,8 @@ def prune(
         example: A batch to capture the model's structure on, with any content (default: the first of `data`).
         seed: Seed for "random" and all sampling. Default: 0.
         forward: `forward(model, batch)` runs the model on an unusual batch.
-        progress: Progress display, such as `tqdm.tqdm` or `rich.progress.track`.
+        progress: Show progress in terminals and notebooks, or a function such as `tqdm.tqdm` that wraps loops.
+            Default: True.
         **selection: The options of `select`: pattern, include, exclude, also, order, remainder, kinds.
 
     >>> import halve

@@ -22,7 +22,7 @@ def recalibrate(
     data: Any,
     *,
     forward: Forward | None = None,
-    progress: Progress | None = None,
+    progress: Progress = True,
     on_changed: OnChanged = "warn",
 ) -> MaskSet:
     """Return the same masks with BatchNorm statistics that are corrected for the effect of the masks.
@@ -39,7 +39,8 @@ def recalibrate(
         masks: Its masks.
         data: Batches of images; labels are not needed.
         forward: `forward(model, batch)` runs the model on an unusual batch.
-        progress: Progress display, such as `tqdm.tqdm` or `rich.progress.track`.
+        progress: Show progress in terminals and notebooks, or a function such as `tqdm.tqdm` that wraps loops.
+            Default: True.
         on_changed: What to do if the weights are not those the masks were made for: "warn" (default), "error" or
             "ignore".
 
