@@ -7,6 +7,7 @@ import torch
 from torch import nn
 from torchvision.models import VisionTransformer
 
+import halve
 from halve.batches import images_of, iterate, labels_of, main_output, reiterable, run, to_device, tracked
 from halve.errors import DataError, ModelError
 
@@ -32,6 +33,35 @@ def test_a_tensor_is_cut_into_batches_of_64_in_order():
     batches = list(iterate(torch.arange(130.0)[:, None]))
     assert [len(batch) for batch in batches] == [64, 64, 2]
     assert torch.equal(torch.cat(batches)[:, 0], torch.arange(130.0))
+
+
+@pytest.mark.parametrize(
+    ("images", "says"),
+    [
+        (lambda: torch.zeros(2, 3, device="meta"), "meta device have no values"),
+        (lambda: torch.zeros(2, 3).to_sparse(), "must be a dense tensor, got layout torch.sparse_coo"),
+        (lambda: torch.zeros(2, 3).to_sparse_csr(), "must be a dense tensor, got layout torch.sparse_csr"),
+        (lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), "dense tensor, got a nested tensor"),
+    ],
+    ids=["meta", "sparse", "csr", "nested"],
+)
+@pytest.mark.filterwarnings("ignore")  # that sparse and nested tensors are in beta
+def test_images_that_cannot_be_read_are_refused_by_every_call(images, says):
+    images = images()
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)).eval()
+    masks = halve.prune(model)
+    for call in (
+        lambda: images_of((images, LABELS)),
+        lambda: halve.prune(model, "wanda", images),
+        lambda: halve.prune(model, permute=True, example=images),
+        lambda: halve.learn(model, [images], steps=1),
+        lambda: halve.learn(model, images, steps=1),
+        lambda: halve.evaluate(model, masks, [images]),
+        lambda: halve.compile(model, masks, images),
+        lambda: halve.bench(model, masks, images),
+    ):
+        with pytest.raises(DataError, match=says):
+            call()
 
 
 def test_any_iterable_gives_its_own_items():

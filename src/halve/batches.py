@@ -12,11 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from halve.errors import DataError, ModelError
+from halve.progress import track
 
 T = TypeVar("T")
 Forward = Callable[[nn.Module, Any], Any]
-# Called with an iterable and a description, yields the same items: rich.progress.track and tqdm.tqdm both qualify.
-Progress = Callable[[Iterable[Any], str], Iterable[Any]]
+# True shows a line in terminals and notebooks. A function is called with an iterable and a description and yields the
+# same items: rich.progress.track and tqdm.tqdm both qualify.
+Progress = bool | Callable[[Iterable[Any], str], Iterable[Any]]
 
 _INPUTS = ("image", "images", "pixel_values", "input", "inputs", "data", "x", "img")
 _LABELS = ("label", "labels", "target", "targets", "cls", "y")
@@ -31,6 +33,7 @@ def as_batches(data: Any) -> Iterable[Any]:
     [64, 36]
     """
     if isinstance(data, Tensor):
+        check_readable(data)
         return torch.split(data, _SPLIT)
     if not isinstance(data, Iterable):
         raise DataError(f"data must be an iterable of batches, such as a DataLoader; got {type(data).__name__}")
@@ -44,7 +47,9 @@ def reiterable(data: Any) -> Any:
 
 def tracked(items: Iterable[T], progress: Progress | None, what: str) -> Iterable[T]:
     """The items, with a progress display if there is one."""
-    return progress(items, what) if progress else items
+    if callable(progress):
+        return progress(items, what)
+    return track(items, what) if progress else items
 
 
 def iterate(data: Any, progress: Progress | None = None, what: str = "batches") -> Iterator[Any]:
@@ -94,6 +99,7 @@ def images_of(batch: Any) -> Tensor:
         raise DataError(
             f"the images of a batch must be a tensor, got {type(batch).__name__}; pass forward= for such batches"
         )
+    check_readable(batch)
     if not batch.is_floating_point():
         raise DataError(
             f"images must be floating point, got {batch.dtype}: convert and normalise them as the model expects"
@@ -101,6 +107,15 @@ def images_of(batch: Any) -> Tensor:
     if batch.dim() < 2 or batch.shape[0] == 0:
         raise DataError(f"images must have shape (batch, ...) with at least one image, got {tuple(batch.shape)}")
     return batch
+
+
+def check_readable(images: Tensor) -> None:
+    """Raise `DataError` for sparse and nested tensors, and for those without values."""
+    if images.is_nested or images.layout != torch.strided:
+        what = "a nested tensor" if images.is_nested else f"layout {images.layout}"
+        raise DataError(f"images must be a dense tensor, got {what}: convert them, for example with .to_dense()")
+    if images.is_meta:
+        raise DataError("images on the meta device have no values: load them on the CPU or a GPU")
 
 
 def count_of(batch: Any, output: Tensor, forward: Forward | None) -> int:

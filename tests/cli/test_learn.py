@@ -8,7 +8,6 @@ import time
 from pathlib import Path
 
 import pytest
-import typer
 
 import halve as library
 from halve.cli import app
@@ -148,7 +147,7 @@ def test_ctrl_c_keeps_what_was_learned_and_resume_goes_on(halve, net, folder):
     assert (folder / "net.learning.safetensors").exists()
 
 
-OPTIONS = {option.name: option for option in typer.main.get_group(app.app).commands["learn"].params}
+OPTIONS = {option.name: option for option in app.command("learn").params}
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(Settings)} | {
     name: parameter.default
     for name, parameter in inspect.signature(library.learn).parameters.items()

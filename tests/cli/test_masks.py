@@ -145,6 +145,16 @@ def test_pack_casts_when_asked(halve, net, masks, dtype):
     assert load_file("un.safetensors")["body.weight"].dtype == getattr(torch, dtype)
 
 
+def test_pack_keeps_a_variance_that_overflows_and_says_so(halve, net, masks, folder):
+    state = load_file("net.safetensors")
+    state["bn.running_var"][0] = 8e4
+    save_state(state, "net.safetensors")
+    arguments = ("pack", *net, "--masks", masks, "--out", "half.packed.safetensors", "--dtype", "float16")
+    assert "warning: bn.running_var: values overflow torch.float16" in halve(*arguments).err
+    halve("unpack", "half.packed.safetensors", "--out", "un.safetensors")
+    assert load_file("un.safetensors")["bn.running_var"].max() == 8e4
+
+
 def test_an_unknown_dtype_lists_those_that_exist(halve, net, masks):
     result = halve("pack", *net, "--masks", masks, "--out", "x.packed.safetensors", "--dtype", "int8", code=2)
     assert "float32, float16, bfloat16" in result.err

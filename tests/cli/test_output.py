@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import typer
 
 from halve.cli import app, output
 from halve.cli.output import MASKS, Output, reads
@@ -76,7 +75,7 @@ def test_no_command_writes_to_a_file_that_it_reads(halve, everything, command, o
 
 
 def test_every_command_that_writes_is_in_the_table_of_this_test():
-    commands = typer.main.get_group(app.app).commands
+    commands = {name: app.command(name) for name in app.COMMANDS}
     writing = {name for name, command in commands.items() for option in command.params if option.name == "out"}
     assert writing - {"demo"} == {command[0] for command, _, _ in WRITES}
 

@@ -1,3 +1,4 @@
+import importlib.util
 import json
 import socket
 import subprocess
@@ -8,6 +9,7 @@ import torch
 from torch import nn
 
 import halve
+from halve.errors import OptionError
 from halve.learn.distributed import Processes
 from halve.learn.run_state import FORMAT
 from halve.masks import storage
@@ -98,6 +100,26 @@ def test_one_process_is_alone_and_needs_no_accelerate():
     processes.start_trackers({"lr": 1})
     processes.track({"loss": 1.0}, 1)
     processes.stop_trackers()
+
+
+@pytest.mark.parametrize(
+    ("trackers", "says"),
+    [
+        ("nope", "unknown tracker 'nope'; known are .*tensorboard"),
+        (["nope"], "unknown tracker 'nope'"),
+        ([5], "unknown tracker 5"),
+        (5, "trackers must be a list of names such as 'tensorboard', got 5"),
+    ],
+)
+def test_a_tracker_that_does_not_exist_is_refused(trackers, says):
+    with pytest.raises(OptionError, match=says):
+        halve.learn(convnet(), loader(), steps=1, trackers=trackers)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
+def test_a_tracker_that_is_not_installed_is_not_left_out_in_silence():
+    with pytest.raises(OptionError, match="tracker 'wandb' is not installed: pip install wandb"):
+        halve.learn(convnet(), loader(), steps=1, trackers="wandb")
 
 
 def test_learning_alone_does_not_import_accelerate(monkeypatch):

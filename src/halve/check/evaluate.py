@@ -13,7 +13,8 @@ from halve.batches import Forward, Progress, iterate, labels_of, run
 from halve.errors import DataError, ModelError, OptionError
 from halve.masks.apply import OnChanged, apply, check_dense
 from halve.masks.mask import MaskSet
-from halve.modules import check_initialised, clone
+from halve.modules import check_initialised, clone, unwrapped
+from halve.process_state import preserved_process_state
 
 _TOP = 5
 
@@ -32,6 +33,7 @@ class Evaluation:
     dense_top5: float | None = None
 
 
+@preserved_process_state()
 def evaluate(
     model: nn.Module,
     masks: MaskSet | None,
@@ -40,7 +42,7 @@ def evaluate(
     dense: nn.Module | None = None,
     classes: Sequence[int] | None = None,
     forward: Forward | None = None,
-    progress: Progress | None = None,
+    progress: Progress = True,
     on_changed: OnChanged = "warn",
 ) -> Evaluation:
     """Measure a model's accuracy, and its agreement with the dense model.
@@ -53,7 +55,8 @@ def evaluate(
         classes: For data with only some of the model's classes, the model's output for each label. All outputs still
             compete.
         forward: `forward(model, batch)` runs the model on an unusual batch.
-        progress: Progress display, such as `tqdm.tqdm` or `rich.progress.track`.
+        progress: Show progress in terminals and notebooks, or a function such as `tqdm.tqdm` that wraps loops.
+            Default: True.
         on_changed: What to do if the weights are not those the masks were made for: "warn" (default), "error" or
             "ignore".
 
@@ -65,6 +68,7 @@ def evaluate(
     >>> result.agreement, result.top1 == result.dense_top1
     (1.0, True)
     """
+    model = unwrapped(model)
     check_initialised(model)
     if masks is not None:
         if dense is not None:
@@ -73,7 +77,7 @@ def evaluate(
         dense, subject = model, apply(model, masks, on_changed=on_changed).eval()
     else:
         subject = clone(model).eval()
-    reference = None if dense is None else clone(dense).eval()
+    reference = None if dense is None else clone(unwrapped(dense)).eval()
     count = _Count()
     with torch.no_grad():
         for index, batch in enumerate(iterate(data, progress, "images")):

@@ -18,7 +18,7 @@ from halve.masks.layout import Layout, unpermuted
 from halve.masks.mask import Mask, MaskSet
 from halve.masks.moves import fits, moved_back
 from halve.masks.pattern import Pattern
-from halve.modules import check_initialised, weight_name, weight_of, weight_sources
+from halve.modules import check_initialised, unwrapped, weight_name, weight_of, weight_sources
 from halve.select.select import SelectOptions, select
 
 OnChanged = Literal["fail", "accept"]
@@ -303,6 +303,7 @@ def verify(
     """
     if on_changed not in get_args(OnChanged):
         raise OptionError(f"on_changed must be one of {listed(get_args(OnChanged))}, got {on_changed!r}")
+    model = unwrapped(model)
     check_initialised(model)
     if masks is None:
         if on_changed != "fail":

@@ -14,9 +14,10 @@ def main() -> None:
     `verify` also has 3 (not applied) and 4 (unknown).
     """
     from halve.cli.app import app
-    from halve.cli.show import fail, note
 
     def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+        from halve.cli.show import note
+
         note(f"warning: {message}")
 
     warnings.showwarning = show
@@ -26,5 +27,7 @@ def main() -> None:
     try:
         app()
     except HalveError as error:
+        from halve.cli.show import fail
+
         fail(str(error))
         sys.exit(2)

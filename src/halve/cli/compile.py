@@ -9,7 +9,7 @@ import typer
 
 import halve
 from halve.cli import options as o
-from halve.cli import show
+from halve.cli import progress, show
 from halve.cli.output import COMPILED, Output, reads
 from halve.engine.plan import COLUMNS, Entry
 
@@ -54,6 +54,7 @@ def compile(
         batch_sizes=sizes[1:],
         any_size=any_size,
         on_changed=on_changed,  # type: ignore[arg-type]
+        progress=progress.track,
     )
     path = output.write(fast.save)
     if json:

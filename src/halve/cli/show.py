@@ -1,5 +1,6 @@
 """Output for people and programs: tables and JSON on standard output, notes and errors on standard error."""
 
+import functools
 import json
 import re
 import sys
@@ -12,11 +13,11 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from halve.cli.app import COMMANDS, command
 from halve.errors import listed
 from halve.masks.mask import MaskSet
 
 OUT, ERR = Console(), Console(stderr=True)
-_option_names: list[str] = []  # of all commands, as Python spells them
 # Control characters (escape sequences), formatting ones (bidirectional overrides), surrogates, other line breaks.
 _CONTROLS = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
@@ -55,25 +56,24 @@ def _escaped(character: str) -> str:
 def as_options(text: str) -> str:
     """Return a message of the library in the words of the command line.
 
-    >>> import halve.cli.app
     >>> as_options("classifier head (also='fc' masks it); classes= maps labels, max_drop=0.01 or resume=True")
     'classifier head (--also fc masks it); --classes maps labels, --max-drop 0.01 or --resume'
     """
-    if not _option_names:
-        return text
 
     def option(match: re.Match[str]) -> str:
         value = match["quoted"] or match["bare"] or ""
         name = f"--{match['name'].replace('_', '-')}"
         return name if value in ("", "True") else f"{name} {value}"
 
-    return re.sub(rf"\b(?P<name>{'|'.join(_option_names)})=(?:'(?P<quoted>[^']*)'|(?P<bare>[\w.-]+))?", option, text)
+    return re.sub(rf"\b(?P<name>{_option_names()})=(?:'(?P<quoted>[^']*)'|(?P<bare>[\w.-]+))?", option, text)
 
 
-def know_options(flags: Iterable[str]) -> None:
-    """Say which options the commands have, so that messages can name them; app.py does, which imports the commands."""
+@functools.cache
+def _option_names() -> str:
+    """The names of the options of all commands as Python spells them, as a regular expression."""
+    flags = {flag for name in COMMANDS for option in command(name).params for flag in option.opts}
     names = {flag.removeprefix("--").replace("-", "_") for flag in flags if flag.startswith("--")}
-    _option_names[:] = sorted(names, key=len, reverse=True)  # longer names match first
+    return "|".join(sorted(names, key=len, reverse=True))  # longer names match first
 
 
 def say(text: str) -> None:

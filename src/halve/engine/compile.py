@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halve.batches import Progress, check_readable, tracked
 from halve.engine.capture.equivalence import checked
 from halve.engine.capture.guards import Guards
 from halve.engine.capture.partial import CapturedPart, captured_parts, replace_parts_
@@ -20,11 +21,13 @@ from halve.errors import EngineError, ModelError, OptionError
 from halve.graph import Captured, capture
 from halve.masks.apply import OnChanged, apply
 from halve.masks.mask import MaskSet
-from halve.modules import check_initialised, convert_
+from halve.modules import check_initialised, convert_, unwrapped
+from halve.process_state import preserved_process_state
 
 NETWORK = "the network"  # its name in `Plan.uncompiled`
 
 
+@preserved_process_state()
 def compile(
     model: nn.Module,
     masks: MaskSet,
@@ -36,6 +39,7 @@ def compile(
     on_changed: OnChanged = "warn",
     plan_from: Compiled | None = None,
     inductor: bool | None = None,
+    progress: Progress = True,
 ) -> Compiled:
     """Compile the masked model for inference: sparse kernels run where they are faster than dense ones.
 
@@ -56,6 +60,7 @@ def compile(
             updated checkpoints under the same masks.
         inductor: let Inductor, PyTorch's compiler, compile the operations between the layers where that is faster.
             Planning takes longer, by up to minutes for each batch size. Default: on a GPU.
+        progress: show progress in terminals and notebooks, or a function such as `tqdm.tqdm` that wraps loops.
 
     Returns:
         A module that replaces the model. Its `plan` says which kernel each layer uses, and why.
@@ -69,6 +74,7 @@ def compile(
     >>> torch.allclose(fast(images), halve.apply(model, masks)(images), atol=1e-5)
     True
     """
+    model = unwrapped(model)
     inputs = example if isinstance(example, tuple) else (example,)
     _check_example(model, inputs)
     _check_options(masks, dtype, batch_sizes, plan_from)
@@ -77,7 +83,10 @@ def compile(
     if not computed.is_floating_point:
         raise OptionError(f"dtype must be a floating-point type such as torch.float16, got {computed}")
     with CAPTURE_LOCK, torch.no_grad():
-        fast = _compiled(model, masks, inputs, computed, any_size, on_changed, inductor)
+        [fast] = (
+            _compiled(model, masks, given, computed, any_size, on_changed, inductor)
+            for given in tracked([inputs], progress, "capturing the network")
+        )
         reason = no_sparse_kernels(fast.device, computed)
         if reason is None and not any(layer.sparse_kernels(fast.device) for layer in fast.layers):
             reason = "no captured layer is 2:4 along its input channels, in blocks of four"
@@ -85,7 +94,7 @@ def compile(
             fast.fall_back(reason)
         elif plan_from is not None:
             fast.use_plan_of(plan_from)
-        return fast.warmup([len(inputs[0]), *batch_sizes, *fast.plan.batches, *fast.plan.inductor])
+        return fast.warmup([len(inputs[0]), *batch_sizes, *fast.plan.batches, *fast.plan.inductor], progress)
 
 
 @dataclass
@@ -182,8 +191,10 @@ def _run_once(fast: Compiled, inputs: tuple[Tensor, ...], name: str, dtype: torc
 def _check_example(model: nn.Module, inputs: tuple[Any, ...]) -> None:
     if not inputs or not all(isinstance(x, Tensor) and x.dim() for x in inputs):
         raise OptionError("example must be a tensor of images, or a tuple of tensors, as the model takes them")
-    if any(tensor.is_meta for tensor in (*inputs, *model.parameters(), *model.buffers())):
-        raise OptionError("example and model must have data: tensors on the meta device have none")
+    for x in inputs:
+        check_readable(x)
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise OptionError("the model must have data: tensors on the meta device have none")
     if len({len(x) for x in inputs}) > 1 or not len(inputs[0]):
         raise OptionError(
             f"the example's inputs have shapes {[tuple(x.shape) for x in inputs]}: their first dimension must be the "

@@ -1,7 +1,6 @@
 """Compiled networks: modules for inference that replace the model."""
 
 import contextlib
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from numbers import Integral
@@ -13,6 +12,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from halve.batches import Progress
 from halve.cuda_graphs import autotuned_cudnn
 from halve.engine import saved
 from halve.engine.capture.guards import Guards
@@ -25,7 +25,7 @@ from halve.engine.plan import Plan, all_dense, decide, visit
 from halve.engine.recorded import CAPTURE_LOCK, MAX_RECORDINGS, Recordings, Shapes, shapes_of
 from halve.engine.saved import SavedNetwork
 from halve.engine.timing_cache import TimingCache, network_key
-from halve.errors import EngineError, EngineWarning, OptionError, first_line, listed
+from halve.errors import EngineError, EngineWarning, OptionError, first_line, listed, warn
 
 _NHWC = torch.channels_last
 _MAX_SHAPES = 4096  # shapes remembered as valid
@@ -145,11 +145,12 @@ class Compiled(nn.Module):
             f"{advice}with an example of that shape"
         )
 
-    def warmup(self, batch_sizes: Sequence[int] | int) -> "Compiled":
+    def warmup(self, batch_sizes: Sequence[int] | int, progress: Progress = True) -> "Compiled":
         """Plan and record batch sizes ahead of time. Returns self.
 
         Args:
             batch_sizes: one or more positive integers.
+            progress: show progress in terminals and notebooks, or a function such as `tqdm.tqdm` that wraps loops.
         """
         given = list(batch_sizes) if isinstance(batch_sizes, Iterable) else [batch_sizes]
         for size in given:
@@ -157,10 +158,10 @@ class Compiled(nn.Module):
                 raise OptionError(f"batch_sizes must be positive integers, got {size!r}")
         for size in dict.fromkeys(int(size) for size in given):
             if not self._eager:
-                self._prepare(size)
+                self._prepare(size, progress)
         return self
 
-    def _prepare(self, size: int) -> None:
+    def _prepare(self, size: int, progress: Progress) -> None:
         inputs = tuple(self._expanded(x, size) for x in self.example)
         self._check(inputs)
         with CAPTURE_LOCK, self._recordings.planning, torch.no_grad(), self._current(), autotuned_cudnn():
@@ -173,6 +174,7 @@ class Compiled(nn.Module):
                         self.device,
                         key=network_key(self.body, inputs),
                         sparse=self.reason is None,
+                        progress=progress,
                     )
                 self.plan.batches |= {size: entries} if entries else {}
                 self._consider_inductor(size, inputs)
@@ -301,7 +303,7 @@ class Compiled(nn.Module):
         self._sparse_kernels = [dict(layer.kernels) for layer in self.layers]
         for layer in self.layers:
             layer.use({1: FALLBACK})
-        warnings.warn(f"running dense: {reason}", EngineWarning, stacklevel=3)
+        warn(f"running dense: {reason}", EngineWarning)
         return self
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halve.batches import Progress, tracked
 from halve.engine.kernels.kernel import Kernel
 from halve.engine.kernels.registry import FALLBACK, family_of
 from halve.engine.layer import Layer
@@ -163,6 +164,7 @@ def decide(
     *,
     key: str | None = None,
     sparse: bool = True,
+    progress: Progress = False,
 ) -> list[Entry]:
     """Choose a kernel for every layer, for the input that `run` uses.
 
@@ -176,11 +178,12 @@ def decide(
         device: where the network runs.
         key: cache key of the network (see `timing_cache.network_key`). Default: do not cache network times.
         sparse: False restricts the choice to library kernels.
+        progress: how to show the progress of timing. Default: not at all.
     """
     if not any(len(_candidates(layer, device, sparse)) > 1 for layer in layers):
         return []
     before = {id(layer): dict(layer.kernels) for layer in layers}
-    timed = time_layers(layers, run, cache, device, sparse)
+    timed = time_layers(layers, run, cache, device, sparse, progress)
     if not timed:
         return []
     candidates = {"dense": [layer.best_dense for layer in timed]}
@@ -234,17 +237,26 @@ def _network_times(
 
 
 def time_layers(
-    layers: Sequence[Layer], run: Callable[[], object], cache: TimingCache, device: torch.device, sparse: bool = True
+    layers: Sequence[Layer],
+    run: Callable[[], object],
+    cache: TimingCache,
+    device: torch.device,
+    sparse: bool = True,
+    progress: Progress = False,
 ) -> list[LayerTimes]:
     """Run the network and time the kernels of each layer on its first input that is not empty."""
     found: dict[int, LayerTimes] = {}
+    bar = iter(tracked(layers, progress, "timing kernels"))  # layers are timed by hooks, in the order they run
 
     def time_layer(layer: Layer, inputs: list[Tensor]) -> None:
         if id(layer) not in found:
+            next(bar, None)
             found[id(layer)] = _time_layer(layer, inputs, cache, device, sparse)
 
     _compile_kernels(layers, run, cache, device, sparse)
     visit(layers, run, time_layer)
+    for _ in bar:  # some layers may not have run
+        pass
     cache.save()
     return [found[id(layer)] for layer in layers if id(layer) in found]
 

@@ -38,12 +38,15 @@ from halve.learn.stream import BatchStream
 from halve.masks.fingerprint import digest
 from halve.masks.mask import MaskSet
 from halve.masks.recipe import origin_of, with_digests, with_fingerprint
+from halve.modules import unwrapped
 from halve.permute.policy import search_by_default, search_seconds
+from halve.process_state import preserved_process_state
 from halve.select.select import Choice, plain_options
 
 Precision = Literal["auto", "float32", "bfloat16"]
 
 
+@preserved_process_state()
 @torch.inference_mode(False)
 @torch.enable_grad()
 def learn(
@@ -63,7 +66,7 @@ def learn(
     log: str | Path | None = None,
     trackers: Sequence[Any] = (),
     report: Callable[[Estimate | Report], None] | None = None,
-    progress: Progress | None = None,
+    progress: Progress = True,
     forward: Forward | None = None,
     precision: Precision = "auto",
     **options: Unpack[LearnOptions],
@@ -106,7 +109,7 @@ def learn(
             wherever the model can be captured, except with a preset, flat blocks or random logits; the recipe says why
             not. Existing masks bring their own orders.
         permute_seconds: Time limit of that search, on top of the budget. Default: 120.0 with `permute`; otherwise a
-            quarter of `minutes`, or 30 seconds if steps or epochs are counted.
+            quarter of `minutes`, or a quarter of a second for each of the `steps`, at most 30 seconds.
         example: A batch to capture the model on; by default the first batch of the data.
         max_drop: Accuracy budget: leave the costliest layers dense until `drop_metric` drops by at most this share.
         drop_data: Images on which the drop is measured; required with `max_drop`.
@@ -118,7 +121,8 @@ def learn(
         log: JSONL file for loss, entropy, changed blocks and images per second.
         trackers: Trackers of Accelerate, such as "tensorboard" or "wandb".
         report: Function that receives an `Estimate` first and a `Report` after each step.
-        progress: Wraps loops that take long, such as `tqdm.tqdm`.
+        progress: Show progress in terminals and notebooks, or a function such as `tqdm.tqdm` that wraps loops.
+            Default: True.
         forward: Function of (model, batch) that runs the model on an unusual batch.
         precision: "auto" (bfloat16 on a GPU), "float32" or "bfloat16". Default: "auto".
         pattern, include, exclude, also, order, remainder, kinds: Options of `halve.select`.
@@ -136,10 +140,11 @@ def learn(
     >>> masks
     MaskSet(1 layer, 128 weights, 50.0 % kept)
     """
+    model = unwrapped(model)
     selection, given = split_options({**preset_options(preset), **options})
     settings = Settings.of(given)
     _check_options(settings, permute, max_drop, drop_data, drop_metric, precision, run_state, resume)
-    seconds = search_seconds(permute_seconds, bool(permute), settings.budget_minutes)
+    seconds = search_seconds(permute_seconds, bool(permute), settings.budget_minutes, settings.steps)
 
     # select
     layers = select_layers(model, selection)
@@ -166,7 +171,9 @@ def learn(
     if run_state is not None:
         identity = _identity(settings, layers, orders, processes)
         file = RunFile(Path(run_state), save_every, identity, orders.state())
-    outcome = Loop(learner, stream, settings, processes, Reporter(processes, report, log), file).run(resume)
+    outcome = Loop(learner, stream, settings, processes, Reporter(processes, report, log, progress is True), file).run(
+        resume
+    )
 
     # finish
     recipe = {"method": "learn", **settings.described(), "preset": preset, "blocks": blocks}

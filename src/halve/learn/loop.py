@@ -1,7 +1,6 @@
 """The learning loop: steps within a budget, reports, saved states, and what happens when it is cut short."""
 
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -12,7 +11,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from halve.batches import images_of
-from halve.errors import DataError, FileError, LearningWarning, first_line
+from halve.errors import DataError, FileError, LearningWarning, first_line, warn
 from halve.learn.distributed import Processes
 from halve.learn.interrupt import deferred_interrupt
 from halve.learn.learner import Learner
@@ -110,9 +109,7 @@ class Loop:
         except KeyboardInterrupt:
             if self.consistent:
                 self._save()
-            warnings.warn(
-                f"interrupted after {self.step} steps; {self._how_to_resume()}", LearningWarning, stacklevel=3
-            )
+            warn(f"interrupted after {self.step} steps; {self._how_to_resume()}", LearningWarning)
         except Exception as error:  # of the data, a function of the user's, the log or the device
             if self.step == self.first_step:
                 raise
@@ -253,7 +250,7 @@ class Loop:
         except FileError as error:
             if first:
                 raise
-            warnings.warn(f"{error}; the state was not saved", LearningWarning, stacklevel=4)
+            warn(f"{error}; the state was not saved", LearningWarning)
 
     def _resume(self) -> None:
         assert self.file is not None
@@ -269,11 +266,10 @@ class Loop:
                     f"the data has no batches left to resume with: {self.file.path} was learned from {state.batches}"
                 ) from None
         else:
-            warnings.warn(
+            warn(
                 "the data is an iterator, which cannot be rewound: learning continues with the batches that come next, "
                 "and the masks will not be bit-identical to those of an uninterrupted run",
                 LearningWarning,
-                stacklevel=4,
             )
 
     def _check_progress(self, state: RunState) -> None:
@@ -290,11 +286,10 @@ class Loop:
         if self.step == 0:
             raise DataError("the data gave no batch: it is empty, or an iterator that was consumed before")
         self._save()
-        warnings.warn(
+        warn(
             f"the data was exhausted after {self.step} steps; "
             f"pass data that can be iterated over again, such as a DataLoader",
             LearningWarning,
-            stacklevel=4,
         )
         return "data exhausted"
 
@@ -315,7 +310,7 @@ class Loop:
             try:
                 self._save()
             except Exception as again:  # a device that failed cannot be read
-                warnings.warn(f"the state of the run was not saved: {first_line(again)}", LearningWarning, stacklevel=4)
+                warn(f"the state of the run was not saved: {first_line(again)}", LearningWarning)
         self.cause = error
         self.error = (
             f"learning failed after {self.step} steps: {first_line(error)}. "

@@ -13,6 +13,7 @@ from torch import Tensor
 from halve.errors import ModelError
 from halve.learn.learner import Learner
 from halve.learn.schedule import StepValues
+from halve.progress import duration
 
 
 class Estimate(NamedTuple):
@@ -22,6 +23,11 @@ class Estimate(NamedTuple):
     seconds: float
     peak_bytes: int
     steps: int | None
+
+    def __str__(self) -> str:
+        steps = "" if self.steps is None else f"{self.steps} steps, "
+        total = f"about {duration(self.seconds)} ({self.seconds_per_step:.2f} s per step)"
+        return f"{steps}{total}, {self.peak_bytes / 1e9:.2f} GB of memory"
 
 
 def probe_step(learner: Learner, batch: Any, values: StepValues[float]) -> tuple[float, int]:

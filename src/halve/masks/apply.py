@@ -1,19 +1,18 @@
 """Apply a MaskSet to a copy of a model."""
 
 import difflib
-import warnings
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from halve.errors import ChangedWeightsWarning, ChannelOrderWarning, MaskError, OptionError, listed
+from halve.errors import ChangedWeightsWarning, ChannelOrderWarning, MaskError, OptionError, listed, warn
 from halve.masks.digests import matching_dtype, named_tensors
 from halve.masks.fingerprint import digest
 from halve.masks.layout import unpermuted
 from halve.masks.mask import Mask, MaskSet
 from halve.masks.moves import fits, inverse_of, move_, moved_back
-from halve.modules import clone, kind_of, set_weight_, weight_name, weight_of
+from halve.modules import clone, kind_of, set_weight_, unwrapped, weight_name, weight_of
 
 OnChanged = Literal["warn", "error", "ignore"]
 
@@ -46,11 +45,10 @@ def apply(model: nn.Module, masks: MaskSet, *, permute: bool = True, on_changed:
         move_(copy, masks.moves)
         _check_contiguous(copy, masks)
     elif scattered := [name for name, mask in masks.items() if mask.layout.channel_order is not None]:
-        warnings.warn(
+        warn(
             f"permute=False keeps the checkpoint's channel order: {len(scattered)} of {len(masks)} masked layers are "
             f"not N:M in place, and no hardware can use them",
             ChannelOrderWarning,
-            stacklevel=2,
         )
     return copy
 
@@ -65,7 +63,7 @@ def applied_in_checkpoint_order(model: nn.Module, masks: MaskSet, on_changed: On
         message = _changed_message(updates)
         if on_changed == "error":
             raise MaskError(f"{message}; on_changed='warn' applies the masks anyway")
-        warnings.warn(message, ChangedWeightsWarning, stacklevel=3)  # the caller of the public function
+        warn(message, ChangedWeightsWarning)
     for name, mask in masks.items():
         set_weight_(copy.get_submodule(name), mask.apply_to(weights[name]))
     _copy_statistics_(copy, masks.statistics)
@@ -84,6 +82,7 @@ def restore_order(model: nn.Module, masks: MaskSet) -> nn.Module:
     >>> torch.equal(halve.restore_order(sparse, masks)[4].weight, model[4].weight)
     True
     """
+    model = unwrapped(model)
     moved = is_moved(model, masks)
     copy = clone(model)
     if moved:

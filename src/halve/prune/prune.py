@@ -10,14 +10,17 @@ from halve.batches import Forward, Progress, iterate, reiterable, tracked
 from halve.errors import DataError
 from halve.masks.mask import Mask, MaskSet
 from halve.masks.recipe import origin_of, with_digests, with_fingerprint
+from halve.modules import unwrapped
 from halve.permute.permute import SECONDS
 from halve.permute.permute import permute as search_orders
+from halve.process_state import preserved_process_state
 from halve.prune.recalibrate import recalibrate as recalibrate_masks
 from halve.prune.score import ScoreFunction, ScoreInputs
 from halve.prune.scores import check_data, score_of
 from halve.select.select import Choice, SelectOptions, masked_weights, plain_options, select
 
 
+@preserved_process_state()
 def prune(
     model: nn.Module,
     score: str | ScoreFunction = "magnitude",
@@ -29,7 +32,7 @@ def prune(
     example: Any = None,
     seed: int = 0,
     forward: Forward | None = None,
-    progress: Progress | None = None,
+    progress: Progress = True,
     **selection: Unpack[SelectOptions],
 ) -> MaskSet:
     """Choose masks in one shot: each block keeps the N weights with the highest scores.
@@ -50,7 +53,8 @@ def prune(
         example: A batch to capture the model's structure on, with any content (default: the first of `data`).
         seed: Seed for "random" and all sampling. Default: 0.
         forward: `forward(model, batch)` runs the model on an unusual batch.
-        progress: Progress display, such as `tqdm.tqdm` or `rich.progress.track`.
+        progress: Show progress in terminals and notebooks, or a function such as `tqdm.tqdm` that wraps loops.
+            Default: True.
         **selection: The options of `select`: pattern, include, exclude, also, order, remainder, kinds.
 
     >>> import halve
@@ -58,6 +62,7 @@ def prune(
     >>> halve.prune(model, pattern="1:4")
     MaskSet(1 layer, 288 weights, 25.0 % kept)
     """
+    model = unwrapped(model)
     chosen_score = score_of(score)
     check_data(chosen_score, data)
     if recalibrate and data is None:

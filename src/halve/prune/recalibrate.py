@@ -11,17 +11,19 @@ from halve.errors import ModelError
 from halve.masks.apply import OnChanged, applied_in_checkpoint_order, check_dense, check_fit, is_unchanged
 from halve.masks.mask import MaskSet
 from halve.masks.recipe import with_digests
-from halve.modules import clone
+from halve.modules import clone, unwrapped
+from halve.process_state import preserved_process_state
 from halve.prune.statistics import check_finite
 
 
+@preserved_process_state()
 def recalibrate(
     model: nn.Module,
     masks: MaskSet,
     data: Any,
     *,
     forward: Forward | None = None,
-    progress: Progress | None = None,
+    progress: Progress = True,
     on_changed: OnChanged = "warn",
 ) -> MaskSet:
     """Return the same masks with BatchNorm statistics that are corrected for the effect of the masks.
@@ -38,7 +40,8 @@ def recalibrate(
         masks: Its masks.
         data: Batches of images; labels are not needed.
         forward: `forward(model, batch)` runs the model on an unusual batch.
-        progress: Progress display, such as `tqdm.tqdm` or `rich.progress.track`.
+        progress: Show progress in terminals and notebooks, or a function such as `tqdm.tqdm` that wraps loops.
+            Default: True.
         on_changed: What to do if the weights are not those the masks were made for: "warn" (default), "error" or
             "ignore".
 
@@ -48,6 +51,7 @@ def recalibrate(
     >>> sorted(masks.statistics)
     ['1.running_mean', '1.running_var']
     """
+    model = unwrapped(model)
     check_dense(model, masks)
     sparse = applied_in_checkpoint_order(model, masks.with_statistics({}), on_changed)
     dense = clone(model)

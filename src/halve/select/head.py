@@ -56,6 +56,8 @@ class _Tracer(torch.fx.Tracer):
         return super().call_module(m, forward, args, kwargs)
 
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        if isinstance(m, nn.DataParallel):  # of torch.nn, but the user's modules are inside
+            return False
         return kind_of(m) is not None or super().is_leaf_module(m, module_qualified_name)
 
 

@@ -12,7 +12,18 @@ from torch.nn.parameter import is_lazy
 from halve.errors import ModelError, OptionError, listed
 from halve.masks.layout import ORDERS, Layout, Order
 from halve.masks.pattern import Pattern
-from halve.modules import KINDS, Kind, check_initialised, has_weight, kind_of, weight_key, weight_of, zeros_stay_zero
+from halve.modules import (
+    KINDS,
+    Kind,
+    check_initialised,
+    has_weight,
+    kind_of,
+    unwrapped,
+    weight_key,
+    weight_of,
+    zeros_stay_zero,
+)
+from halve.process_state import preserved_process_state
 from halve.select.head import find_heads
 
 Remainder = Literal["skip", "pad", "error"]
@@ -82,6 +93,7 @@ class Selection(Sequence[Choice]):
         )
 
 
+@preserved_process_state()
 def select(
     model: nn.Module,
     pattern: PatternRule = "2:4",
@@ -99,7 +111,7 @@ def select(
     depthwise convolutions and the classifier head. Layer names may be globs, such as "layer3.*".
 
     Args:
-        model: The model. It is not changed.
+        model: The model. It is not changed. DataParallel, DistributedDataParallel and torch.compile are unwrapped.
         pattern: N:M pattern for all layers, or a dict from globs to patterns: the first match wins; None, or no match,
             keeps a layer dense. Default: "2:4".
         include: Mask only these layers (default: all).
@@ -120,16 +132,18 @@ def select(
     1  Conv2d  8x8x3x3  2:4    along input channels
     3  Linear  2x8      dense  classifier head (also='3' masks it)
     """
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    model = unwrapped(model)
     rules = pattern if isinstance(pattern, Mapping) else {"*": pattern}
     patterns = {glob: None if rule is None else Pattern(rule) for glob, rule in rules.items()}
-    only, never, extra = _globs(include), _globs(exclude), _globs(also)
+    if strange := [glob for glob in patterns if not isinstance(glob, str)]:
+        raise OptionError(f"the keys of pattern must be names or globs of layers, got {listed(map(repr, strange))}")
+    only, never, extra = _globs("include", include), _globs("exclude", exclude), _globs("also", also)
+    wanted = _globs("kinds", kinds)
     if order not in ORDERS:
         raise OptionError(f"order must be one of {listed(ORDERS)}, got {order!r}")
     if remainder not in REMAINDERS:
         raise OptionError(f"remainder must be one of {listed(REMAINDERS)}, got {remainder!r}")
-    if strange := sorted(set(kinds or ()) - set(KINDS)):
+    if strange := sorted(set(wanted or ()) - set(KINDS)):
         raise OptionError(f"kinds must be among {listed(KINDS)}, got {listed(strange)}")
     layers = [(name, module) for name, module in model.named_modules() if _is_listed(name, module)]
     for glob in (*(only or ()), *(never or ()), *(extra or ()), *patterns):
@@ -146,8 +160,8 @@ def select(
             return None, None, reason
         if only is not None and not _match(name, only) and not named:
             return None, None, "not in include"
-        if kinds is not None and kind_of(module) not in kinds and not named:
-            return None, None, f"not in kinds ({listed(kinds)})"
+        if wanted is not None and kind_of(module) not in wanted and not named:
+            return None, None, f"not in kinds ({listed(wanted)})"
         if never is not None and _match(name, never):
             return None, None, "in exclude"
         rule = next((rule for glob, rule in patterns.items() if fnmatchcase(name, glob)), None)
@@ -284,8 +298,14 @@ def _shape(module: nn.Module) -> tuple[int, ...]:
     return () if lazy else tuple(weight_of(module).shape)
 
 
-def _globs(globs: Globs | None) -> tuple[str, ...] | None:
-    return globs if globs is None else (globs,) if isinstance(globs, str) else tuple(globs)
+def _globs(option: str, given: Globs | None) -> tuple[str, ...] | None:
+    """The value of an option as a tuple of strings."""
+    globs = (given,) if isinstance(given, str) else given
+    if globs is None:
+        return None
+    if not isinstance(globs, Sequence) or not all(isinstance(glob, str) for glob in globs):
+        raise OptionError(f"{option} must be a string or a list of strings, got {given!r}")
+    return tuple(globs)
 
 
 def _match(name: str, globs: tuple[str, ...] | None) -> bool:
