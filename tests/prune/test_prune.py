@@ -189,7 +189,7 @@ def test_weights_that_are_not_finite_are_named_and_can_be_excluded(bad):
 
 
 def test_nothing_to_mask_lists_the_reasons():
-    with pytest.raises(ModelError, match=r"Sequential has no layer to mask; 0: 3 input channels.*1: classifier head"):
+    with pytest.raises(ModelError, match=r"Sequential has no layer to mask; 0: 3 input channels.*1: output head"):
         halve.prune(nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 2, 1)))
     with pytest.raises(ModelError, match="ReLU has no layer to mask; it has no layers"):
         halve.prune(nn.ReLU())

@@ -56,8 +56,8 @@ def as_options(text: str) -> str:
     """Return a message of the library in the words of the command line.
 
     >>> import halve.cli.app
-    >>> as_options("classifier head (also='fc' masks it); classes= maps labels, max_drop=0.01 or resume=True")
-    'classifier head (--also fc masks it); --classes maps labels, --max-drop 0.01 or --resume'
+    >>> as_options("output head (also='fc' masks it); classes= maps labels, max_drop=0.01 or resume=True")
+    'output head (--also fc masks it); --classes maps labels, --max-drop 0.01 or --resume'
     """
     if not _option_names:
         return text

@@ -96,7 +96,7 @@ def select(
     """Decide for every layer whether it is masked.
 
     By default all convolutions and Linear layers are masked whose input channels are divisible by M, except grouped and
-    depthwise convolutions and the classifier head. Layer names may be globs, such as "layer3.*".
+    depthwise convolutions and output heads (classifiers, box regressors). Layer names may be globs, such as "layer3.*".
 
     Args:
         model: The model. It is not changed.
@@ -118,7 +118,7 @@ def select(
     >>> print(select(model))
     0  Conv2d  8x3x3x3  dense  3 input channels, not divisible by 4 (remainder='pad' pads them)
     1  Conv2d  8x8x3x3  2:4    along input channels
-    3  Linear  2x8      dense  classifier head (also='3' masks it)
+    3  Linear  2x8      dense  output head (also='3' masks it)
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}")
@@ -155,7 +155,7 @@ def select(
             return None, None, "no pattern matches it"
         groups = int(getattr(module, "groups", 1))
         if not heads.isdisjoint((name, *owners[_key(module)])) and not named:
-            return None, None, f"classifier head (also={name!r} masks it)"
+            return None, None, f"output head (also={name!r} masks it)"
         if groups > 1 and not named:
             word = "depthwise" if groups == module.in_channels else f"grouped ({groups} groups)"
             return None, None, f"{word} convolution (also={name!r} masks within each group)"
