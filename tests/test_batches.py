@@ -92,7 +92,7 @@ def test_images_are_found_in_every_customary_batch(batch):
         ({"picture": IMAGES, "name": 1}, r"'picture', 'name'"),
         ((), "tuple"),
         ("file.jpg", "str"),
-        ([["a"], ["b"]], "must be a tensor, got list"),
+        ([["a"], ["b"]], "must be a tensor or a list of tensors, got list"),
         (torch.zeros(2, 3, dtype=torch.uint8), "uint8.*normalise"),
         (torch.zeros(3), r"\(3,\)"),
         (torch.zeros(0, 3, 8, 8), r"\(0, 3, 8, 8\)"),

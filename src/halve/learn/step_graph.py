@@ -54,9 +54,10 @@ class StepGraph:
     def fits(self, batch: Any) -> bool:
         """Whether a batch has the recorded shape."""
         try:
-            return images_of(batch).shape == self._images.shape
+            images = images_of(batch)
         except DataError:
             return False
+        return isinstance(images, Tensor) and images.shape == self._images.shape
 
     def gradient_(self, batch: Any, step: int, values: StepValues[float]) -> Tensor:
         """Set the logits' gradient for a batch and return its loss."""

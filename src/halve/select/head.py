@@ -104,9 +104,7 @@ class _Tracer(torch.fx.Tracer):
 def _ends(graph: torch.fx.Graph, modules: dict[str, nn.Module], accepts: Callable[[nn.Module], bool]) -> set[str]:
     """The accepted layers that the outputs of a graph end in."""
     results = [node for node in graph.nodes if node.op == "output"]
-    return {
-        end for result in results for node in result.all_input_nodes for end in _back_from(node, modules, accepts)
-    }
+    return {end for result in results for node in result.all_input_nodes for end in _back_from(node, modules, accepts)}
 
 
 def _back_from(node: torch.fx.Node, modules: dict[str, nn.Module], accepts: Callable[[nn.Module], bool]) -> set[str]:

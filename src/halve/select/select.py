@@ -1,7 +1,7 @@
 """Decide which layers are masked, with a reason for each layer."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypedDict, overload
 
@@ -9,16 +9,19 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from halve.batches import Forward
 from halve.errors import ModelError, OptionError, listed
 from halve.masks.layout import ORDERS, Layout, Order
 from halve.masks.pattern import Pattern
 from halve.modules import KINDS, Kind, check_initialised, has_weight, kind_of, weight_key, weight_of, zeros_stay_zero
 from halve.select.head import find_heads
+from halve.select.ran import layers_that_run
 
 Remainder = Literal["skip", "pad", "error"]
 REMAINDERS: tuple[Remainder, ...] = ("skip", "pad", "error")
 Globs = str | Sequence[str]
 PatternRule = str | Pattern | Mapping[str, str | Pattern | None]
+NOT_RUN = "did not run on the data"
 
 
 class SelectOptions(TypedDict, total=False):
@@ -74,6 +77,11 @@ class Selection(Sequence[Choice]):
         """The decisions on the masked layers."""
         return [choice for choice in self if choice.masked]
 
+    @property
+    def not_masked(self) -> dict[str, str]:
+        """Why the other layers are not masked, by name."""
+        return {choice.name: choice.reason for choice in self if not choice.masked}
+
     def __str__(self) -> str:
         rows = [(c.name, c.type, "x".join(map(str, c.shape)), str(c.pattern or "dense"), c.reason) for c in self]
         widths = [max(map(len, column), default=0) for column in zip(*rows, strict=True)]
@@ -92,6 +100,8 @@ def select(
     order: Order = "channels",
     remainder: Remainder = "skip",
     kinds: Sequence[Kind] | None = None,
+    data: Any = None,
+    forward: Forward | None = None,
 ) -> Selection:
     """Decide for every layer whether it is masked.
 
@@ -104,12 +114,15 @@ def select(
             keeps a layer dense. Default: "2:4".
         include: Mask only these layers (default: all).
         exclude: Keep these layers dense.
-        also: Mask these layers too, although the default excludes them (heads, grouped convolutions).
+        also: Mask these layers too, although the default excludes them (heads, grouped convolutions, layers that do not
+            run).
         order: "channels" for blocks along input channels (default), or "flat" as in the paper, which no hardware can
             accelerate.
         remainder: If the channels are not divisible by M, "skip" the layer (default), "pad" it with virtual zero
             columns, or raise an "error".
         kinds: Mask only these of "linear", "conv" and "conv_transpose" (default: all).
+        data: Batches of images. Layers that never run on them are not masked (default: all layers count as running).
+        forward: `forward(model, batch)` runs the model on an unusual batch of `data`.
 
     Returns:
         One `Choice` per layer with pattern, layout and reason; `.masked` lists the masked ones.
@@ -167,7 +180,23 @@ def select(
         shape = _shape(module)
         shared = tuple(other for other in owners.get(_key(module), ()) if other != name) if layout else ()
         choices.append(Choice(name, type(module).__name__, shape, rule, layout, reason, shared))
+    if data is not None:
+        choices = _running(model, choices, extra, data, forward)
     return Selection(choices)
+
+
+def _running(
+    model: nn.Module, choices: list[Choice], also: tuple[str, ...] | None, data: Any, forward: Forward | None
+) -> list[Choice]:
+    """The choices without masks for layers that do not run on the data, unless they are named."""
+    doubtful = [choice.name for choice in choices if choice.masked and not _match(choice.name, also)]
+    idle = set(doubtful) - layers_that_run(model, doubtful, data, forward)
+    return [
+        replace(c, pattern=None, layout=None, reason=f"{NOT_RUN} (also={c.name!r} masks it)", shared_with=())
+        if c.name in idle
+        else c
+        for c in choices
+    ]
 
 
 def masked_weights(model: nn.Module, selection: Selection) -> dict[str, Tensor]:
