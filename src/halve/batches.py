@@ -162,8 +162,8 @@ def count_of(batch: Any, result: Any, forward: Forward | None) -> int:
     """The number of images in a batch. With `forward`, the number of outputs in its result."""
     if forward is None:
         return len(images_of(batch))
-    if isinstance(result, tuple | list) and all(isinstance(one, Mapping) for one in result):
-        return len(result)  # detections, one dict per image
+    if is_detections(result):
+        return len(result)
     output = main_output(result)
     return len(output) if output.dim() else 1
 
@@ -228,6 +228,20 @@ def main_output(result: Any) -> Tensor:
         return result[0]
     raise ModelError(
         f"cannot find the main output of the model: it returned a {type(result).__name__}; pass forward= to select it"
+    )
+
+
+def is_detections(result: Any) -> bool:
+    """Whether a result is what torchvision's detectors return: a dict with boxes, labels and scores for each image.
+
+    >>> found = {"boxes": torch.zeros(0, 4), "labels": torch.zeros(0), "scores": torch.zeros(0)}
+    >>> is_detections([found, found]), is_detections([]), is_detections({"out": torch.zeros(2, 5)})
+    (True, False, False)
+    """
+    return (
+        isinstance(result, tuple | list)
+        and bool(result)
+        and all(isinstance(one, Mapping) and {"boxes", "labels", "scores"} <= one.keys() for one in result)
     )
 
 

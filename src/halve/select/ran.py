@@ -53,7 +53,7 @@ class _Reads(TorchDispatchMode):
     """Watches which layers' weights operations read."""
 
     def __init__(self, weights: dict[str, list[Tensor]]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.unread = set(weights)
         self._readers: dict[int, set[str]] = {}
         for name, tensors in weights.items():
