@@ -78,7 +78,7 @@ def lively(model: nn.Module) -> nn.Module:
                 nn.init.kaiming_normal_(parameter, generator=generator)
                 if "bbox" in name or "regression" in name:
                     parameter.mul_(0.1)
-                if "cls" in name or "classification" in name:
+                if "cls" in name or "classification_head.module_list" in name:
                     parameter.mul_(3)
             elif "bias" in name:
                 parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))

@@ -18,6 +18,7 @@ from halve.modules import kind_of
 from halve.select.head import find_heads
 
 _PROPOSING = "RegionProposalNetwork"  # torchvision's: returns boxes
+_RESIZING = "GeneralizedRCNNTransform"  # torchvision's: takes images in 0..1, and normalises and stacks them
 _POOLING = "MultiScaleRoIAlign"  # torchvision's: forward(features, boxes, image sizes)
 
 Run = Callable[[], Any]  # runs the model
@@ -44,6 +45,11 @@ class HeadOutputs:
             squares[name] = squares.get(name, torch.zeros((), device=output.device)) + _wide(output).square().sum()
         outputs = [_wide(output).flatten() / squares[name].sqrt().clamp(min=1e-12) for name, output in self.calls]
         return torch.cat(outputs).reshape(1, -1, 1)
+
+
+def takes_lists(model: nn.Module) -> bool:
+    """Whether a model is one of torchvision's detectors, or made of one: they take lists of images of any sizes."""
+    return any(type(module).__name__ == _RESIZING for module in model.modules())
 
 
 def first_run(model: nn.Module, run: Run) -> tuple[Any, HeadOutputs | None]:

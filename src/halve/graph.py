@@ -144,7 +144,7 @@ def _in_parts(
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     with _recording(model, calls):
         try:
-            root(*arguments)
+            root(*pytree.tree_map_only(Tensor, torch.clone, arguments))  # networks may write to their inputs
         except Exception as error:  # the model's own code, on an example that it may not support
             raise ModelError(f"{type(model).__name__} does not run on the example: {error}") from error
     parts: list[Part] = []
