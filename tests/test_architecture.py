@@ -23,6 +23,7 @@ ORDER = [
     {"masks"},
     {"agreement", "batches", "cuda_graphs", "graph", "outputs", "process_state"},
     {"select"},
+    {"detectors"},
     {"permute"},
     {"prune"},
     {"learn"},

@@ -44,11 +44,22 @@ def test_a_forward_of_ones_own_runs_submodules_with_masked_weights():
 
     seen = []
     masks = learn(model, data, steps=30, forward=forward, start="glorot", report=seen.append)
-    assert changed[:2] == [False, True]
-    assert changed.count(True) == changed.count(False) == 31
+    assert changed[:3] == [False, False, True]  # the first call looks at which layers run
+    assert changed.count(True) == changed.count(False) - 1 == 31
     assert seen[-1].changed > 0
     assert seen[-1].loss < seen[1].loss
     assert list(masks) == ["body.0", "body.2"]
+
+
+def test_layers_that_the_data_never_runs_are_not_masked_and_are_listed():
+    model = TwoHeads().eval()
+    data = [{"a": torch.randn(6, 8)}]
+    masks = learn(model, iter(data * 3), steps=3, forward=lambda m, batch: m.body[:2](batch["a"]))
+    assert list(masks) == ["body.0"]
+    assert masks.recipe["not_masked"]["body.2"] == "did not run on the data (also='body.2' masks it)"
+    assert masks.recipe["steps_done"] == 3  # the batch that was looked at is learned from too
+    named = learn(model, data, steps=3, forward=lambda m, batch: m.body[:2](batch["a"]), also="body.2")
+    assert torch.equal(named["body.2"].kept(), halve.prune(model)["body.2"].kept())
 
 
 def test_dicts_of_outputs_are_understood():

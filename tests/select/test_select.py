@@ -44,7 +44,7 @@ def test_every_layer_has_a_decision_and_a_reason():
         "3": "grouped (4 groups) convolution (also='3' masks within each group)",
         "4": "along input channels",
         "6": "along input channels",
-        "8": "classifier head (also='8' masks it)",
+        "8": "output head (also='8' masks it)",
     }
     assert masked(small()) == ["4", "6"]
 

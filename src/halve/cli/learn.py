@@ -143,6 +143,7 @@ def _show(masks: halve.MaskSet, path: Path, json: bool) -> None:
         show.permuted(recipe["permute"])
     elif recipe.get("not_permuted"):
         show.note(f"note: no channel orders: {recipe['not_permuted']}")
+    show.idle(masks)
     show.say(f"{show.saved(masks, path)}; {recipe['steps_done']} steps in {recipe['seconds']:.0f} s")
     if recipe.get("left_dense"):
         rows = [(name, f"{cost:.4f}") for name, cost in recipe["left_dense"].items()]

@@ -9,6 +9,7 @@ import torch
 import typer
 
 from halve.cli.show import note
+from halve.detectors import takes_lists
 from halve.errors import OptionError, SourceError, first_line
 from halve.masks.file import SUFFIX
 from halve.select.select import SelectOptions
@@ -114,6 +115,7 @@ class Opened:
         """Open images for the model."""
         if workers is None:
             workers = min(4, os.cpu_count() or 1) if self.device.type == "cuda" else 0
+        options = {"lists": takes_lists(self.model)} | options
         return load_data(where, self.preprocess, batch_size=batch, workers=workers, **options)
 
 
@@ -132,7 +134,8 @@ def open_model(
         note(f"note: {model} has random weights; name weights with '@', or pass --weights FILE")
     preprocess = source.preprocess
     if preprocess is None or any(option is not None for option in (size, resize, mean, std)):
-        preprocess = Preprocessing(size, resize, _numbers(mean, IMAGENET_MEAN), _numbers(std, IMAGENET_STD))
+        usual = ((0.0,) * 3, (1.0,) * 3) if takes_lists(source.model) else (IMAGENET_MEAN, IMAGENET_STD)
+        preprocess = Preprocessing(size, resize, _numbers(mean, usual[0]), _numbers(std, usual[1]))
     name = device
     if device == "auto":
         name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"

@@ -77,4 +77,5 @@ def prune(
         return
     if permuted:
         show.permuted(permuted)
+    show.idle(masks)
     show.say(show.saved(masks, path))

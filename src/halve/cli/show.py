@@ -16,6 +16,7 @@ from rich.text import Text
 from halve.cli.app import COMMANDS, command
 from halve.errors import listed
 from halve.masks.mask import MaskSet
+from halve.select.select import NOT_RUN
 
 OUT, ERR = Console(), Console(stderr=True)
 # Control characters (escape sequences), formatting ones (bidirectional overrides), surrogates, other line breaks.
@@ -56,8 +57,8 @@ def _escaped(character: str) -> str:
 def as_options(text: str) -> str:
     """Return a message of the library in the words of the command line.
 
-    >>> as_options("classifier head (also='fc' masks it); classes= maps labels, max_drop=0.01 or resume=True")
-    'classifier head (--also fc masks it); --classes maps labels, --max-drop 0.01 or --resume'
+    >>> as_options("output head (also='fc' masks it); classes= maps labels, max_drop=0.01 or resume=True")
+    'output head (--also fc masks it); --classes maps labels, --max-drop 0.01 or --resume'
     """
 
     def option(match: re.Match[str]) -> str:
@@ -116,7 +117,8 @@ def size(count: int) -> str:
 
 def described(masks: MaskSet, path: Path) -> dict[str, Any]:
     """Describe a mask file that was written, for JSON."""
-    return {"file": str(path), "layers": len(masks), "weights": masks.weights, "density": masks.density}
+    about = {"file": str(path), "layers": len(masks), "weights": masks.weights, "density": masks.density}
+    return about | {"not_masked": {name: as_options(why) for name, why in masks.recipe["not_masked"].items()}}
 
 
 def saved(masks: MaskSet, path: Path) -> str:
@@ -125,6 +127,12 @@ def saved(masks: MaskSet, path: Path) -> str:
         f"{path}: {len(masks)} layers, {masks.weights:,} weights, {percent(masks.density, 1)} kept, "
         f"{size(path.stat().st_size)} on disk"
     )
+
+
+def idle(masks: MaskSet) -> None:
+    """Print which layers are not masked since they never ran."""
+    if names := [name for name, reason in masks.recipe["not_masked"].items() if reason.startswith(NOT_RUN)]:
+        note(f"note: not masked, as they {NOT_RUN}: {listed(names)}; also= masks them")
 
 
 def permuted(summary: Mapping[str, Any]) -> None:

@@ -1,13 +1,14 @@
 """`halve.compile`: capture, fuse and plan a masked model."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from halve.batches import Progress, check_readable, tracked
+from halve.batches import Images, Progress, check_readable, images_of, tracked
 from halve.engine.capture.equivalence import checked
 from halve.engine.capture.guards import Guards
 from halve.engine.capture.partial import CapturedPart, captured_parts, replace_parts_
@@ -31,7 +32,7 @@ NETWORK = "the network"  # its name in `Plan.uncompiled`
 def compile(
     model: nn.Module,
     masks: MaskSet,
-    example: Tensor | tuple[Tensor, ...],
+    example: Any,
     *,
     dtype: torch.dtype | None = None,
     batch_sizes: Sequence[int] = (),
@@ -50,7 +51,9 @@ def compile(
     Args:
         model: the dense model.
         masks: from `halve.learn`, `halve.prune` or `halve.load`.
-        example: images, or a tuple of inputs. Sets the device, dtype and shape of inputs; the batch size may vary.
+        example: images, a tuple of inputs, or a batch such as (images, targets). Sets the device, dtype and shape of
+            inputs; the batch size may vary. A list of images, as detectors take it, may have any sizes: the network is
+            compiled in parts then, and the code between them stays eager.
         dtype: what is computed in: float16 or bfloat16 for sparse tensor cores. Default: the example's dtype. Outputs
             have the example's dtype.
         batch_sizes: batch sizes to plan and record now, besides the example's (see `Compiled.warmup`).
@@ -75,10 +78,10 @@ def compile(
     True
     """
     model = unwrapped(model)
-    inputs = example if isinstance(example, tuple) else (example,)
+    inputs = _inputs(example)
     _check_example(model, inputs)
     _check_options(masks, dtype, batch_sizes, plan_from)
-    floating = [x.dtype for x in inputs if x.is_floating_point()]
+    floating = [x.dtype for x in pytree.tree_leaves(inputs) if x.is_floating_point()]
     computed = dtype or (floating[0] if floating else torch.float32)
     if not computed.is_floating_point:
         raise OptionError(f"dtype must be a floating-point type such as torch.float16, got {computed}")
@@ -111,7 +114,7 @@ class _Body:
 def _compiled(
     model: nn.Module,
     masks: MaskSet,
-    inputs: tuple[Tensor, ...],
+    inputs: tuple[Images, ...],
     dtype: torch.dtype,
     any_size: bool,
     on_changed: OnChanged,
@@ -121,8 +124,8 @@ def _compiled(
     check_initialised(model)
     exact = torch.float64 if dtype == torch.float64 else torch.float32  # BatchNorm is folded in this dtype
     masked = apply(model, masks, on_changed=on_changed).eval()
-    convert_(masked, exact, inputs[0].device)
-    given = tuple(_cast(x, exact).contiguous() for x in inputs)  # code that calls `view` on images needs it
+    convert_(masked, exact, pytree.tree_leaves(inputs)[0].device)
+    given = pytree.tree_map(lambda x: _cast(x, exact).contiguous(), inputs)  # code that calls `view` on images needs it
     body = _body(masked, given, any_size)
     _convert_(body.module, dtype)
     for part in body.parts.values():
@@ -140,7 +143,7 @@ def _compiled(
     return fast
 
 
-def _body(masked: nn.Module, inputs: tuple[Tensor, ...], any_size: bool) -> _Body:
+def _body(masked: nn.Module, inputs: tuple[Any, ...], any_size: bool) -> _Body:
     try:
         captured = capture(masked, inputs, any_size=any_size)
     except ModelError as error:
@@ -158,7 +161,7 @@ def _body(masked: nn.Module, inputs: tuple[Tensor, ...], any_size: bool) -> _Bod
     return _eager(masked, inputs, found) if isinstance(found, str) else _Body(module, found)
 
 
-def _eager(masked: nn.Module, inputs: tuple[Tensor, ...], reason: str) -> _Body:
+def _eager(masked: nn.Module, inputs: tuple[Images, ...], reason: str) -> _Body:
     body = _Body(masked, uncompiled={NETWORK: f"falls back to eager: {reason}"})
     with preserved_buffers(masked) as changes:
         _call(masked, inputs)
@@ -166,7 +169,7 @@ def _eager(masked: nn.Module, inputs: tuple[Tensor, ...], reason: str) -> _Body:
     return body
 
 
-def _in_parts(masked: nn.Module, captured: Captured, inputs: tuple[Tensor, ...]) -> _Body:
+def _in_parts(masked: nn.Module, captured: Captured, inputs: tuple[Images, ...]) -> _Body:
     body = _Body(masked, uncompiled=dict(captured.uncaptured))
     with preserved_buffers(masked) as changes:
         body.parts, refused = captured_parts(masked, captured.parts, inputs)
@@ -176,10 +179,10 @@ def _in_parts(masked: nn.Module, captured: Captured, inputs: tuple[Tensor, ...])
     return body
 
 
-def _run_once(fast: Compiled, inputs: tuple[Tensor, ...], name: str, dtype: torch.dtype) -> None:
+def _run_once(fast: Compiled, inputs: tuple[Images, ...], name: str, dtype: torch.dtype) -> None:
     try:
         with preserved_buffers(fast.body):
-            fast(*(x.clone() for x in inputs))
+            fast(*pytree.tree_map(torch.clone, inputs))
     except EngineError:
         raise
     except Exception as error:  # the model's own code, in a precision that it may not support
@@ -188,10 +191,20 @@ def _run_once(fast: Compiled, inputs: tuple[Tensor, ...], name: str, dtype: torc
         raise EngineError(f"{name} does not run in {dtype} ({error}); omit dtype= or use another") from error
 
 
+def _inputs(example: Any) -> tuple[Any, ...]:
+    """The inputs in an example: a tuple of tensors is one, any other container a batch."""
+    if isinstance(example, tuple) and all(isinstance(x, Tensor) for x in example):
+        return example
+    return (images_of(example) if isinstance(example, tuple | list | Mapping) else example,)
+
+
 def _check_example(model: nn.Module, inputs: tuple[Any, ...]) -> None:
-    if not inputs or not all(isinstance(x, Tensor) and x.dim() for x in inputs):
-        raise OptionError("example must be a tensor of images, or a tuple of tensors, as the model takes them")
-    for x in inputs:
+    leaves = pytree.tree_leaves(inputs)
+    if not leaves or not all(isinstance(x, Tensor) and x.dim() for x in leaves):
+        raise OptionError(
+            "example must be a tensor of images, a list of images or a tuple of tensors, as the model takes them"
+        )
+    for x in leaves:
         check_readable(x)
     if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
         raise OptionError("the model must have data: tensors on the meta device have none")
@@ -236,9 +249,9 @@ def _convert_(module: nn.Module, dtype: torch.dtype) -> None:
         module.set_submodule(name, layer)
 
 
-def _call(net: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+def _call(net: nn.Module, inputs: tuple[Images, ...]) -> None:
     try:
-        net(*(x.clone() for x in inputs))
+        net(*pytree.tree_map(torch.clone, inputs))
     except Exception as error:  # the model's own code
         raise ModelError(f"{type(net).__name__} does not run on the example: {error}") from error
 

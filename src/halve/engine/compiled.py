@@ -12,7 +12,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from halve.batches import Progress
+from halve.batches import Images, Progress
 from halve.cuda_graphs import autotuned_cudnn
 from halve.engine import saved
 from halve.engine.capture.guards import Guards
@@ -43,7 +43,7 @@ class Compiled(nn.Module):
     def __init__(
         self,
         body: nn.Module,
-        example: tuple[Tensor, ...],
+        example: tuple[Images, ...],
         dtype: torch.dtype,
         uncompiled: dict[str, str],
         guards: Guards | None = None,
@@ -54,12 +54,14 @@ class Compiled(nn.Module):
         self.body = body
         self.plan = Plan({}, uncompiled)
         self.guards = guards  # of the graph; None if the network runs eagerly or in parts
-        self.dtype, self.input_dtypes = dtype, tuple(x.dtype for x in example)
-        self.output_dtype = next((x.dtype for x in example if x.is_floating_point()), dtype)
-        self.example = tuple(
-            x[:1].detach().clone().cpu() for x in example
+        first = [x if isinstance(x, Tensor) else x[0] for x in example]
+        self.dtype, self.input_dtypes = dtype, tuple(x.dtype for x in first)
+        self.output_dtype = next((x.dtype for x in first if x.is_floating_point()), dtype)
+        self.example = pytree.tree_map(
+            lambda x: x.detach().clone().cpu(), tuple(x[:1] for x in example)
         )  # a copy, since the caller may modify theirs
-        self.device = example[0].device  # not that of the weights: a graph may have constants on other devices
+        self.device = first[0].device  # not that of the weights: a graph may have constants on other devices
+        self._takes_lists = any(isinstance(x, list) for x in example)  # of images of any sizes
         self.inductor = by_default(self.device) if inductor is None else inductor
         self._bodies = Bodies()  # compiled by Inductor
         self._eager = False
@@ -92,7 +94,7 @@ class Compiled(nn.Module):
         with torch.no_grad():
             if self.device.type != "cuda":
                 return self._run(*inputs)
-            recording = self._recordings.of(inputs)
+            recording = None if self._takes_lists else self._recordings.of(inputs)
             if recording is not None and not torch.cuda.is_current_stream_capturing():
                 return self._recordings.replay(inputs, recording)
             with self._recordings.planning:
@@ -107,6 +109,8 @@ class Compiled(nn.Module):
 
     def cast_input(self, x: Any) -> Any:
         """An input in the dtype and memory format that the layers compute in."""
+        if isinstance(x, tuple | list):
+            return [self.cast_input(image.clone()) for image in x]  # the network's own code may write to them
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
         return x.to(self.dtype, memory_format=_NHWC) if x.dim() == 4 and self._has_layers else x.to(self.dtype)
@@ -118,21 +122,25 @@ class Compiled(nn.Module):
         if len(inputs) != len(self.input_dtypes):
             raise EngineError(f"the network was compiled for {len(self.input_dtypes)} input(s), got {len(inputs)}")
         for x, dtype, example in zip(inputs, self.input_dtypes, self.example, strict=True):
-            if not isinstance(x, Tensor):
-                raise EngineError(f"inputs must be tensors, got a {type(x).__name__}")
-            if x.device != self.device:
-                raise EngineError(f"the input is on {x.device}, the network on {self.device}: move one of them")
-            if x.dtype != dtype:
-                raise EngineError(f"the input is {x.dtype}, the network was compiled for {dtype}: convert the input")
-            if x.dim() != example.dim():
-                raise EngineError(
-                    f"the input has shape {tuple(x.shape)}, the network was compiled for {_batched(example)}"
-                )
-        if shapes_of(inputs) not in self._valid:
+            if isinstance(example, list) and (not isinstance(x, tuple | list) or not x):
+                raise EngineError(f"the network was compiled for a list of images, got a {type(x).__name__}")
+            for one in x if isinstance(example, list) else [x]:
+                self._check_tensor(one, dtype, example[0] if isinstance(example, list) else example)
+        if self.guards is not None and shapes_of(inputs) not in self._valid:
             self._check_shapes(inputs)
             if len(self._valid) >= _MAX_SHAPES:
                 self._valid.clear()
             self._valid.add(shapes_of(inputs))
+
+    def _check_tensor(self, x: Any, dtype: torch.dtype, example: Tensor) -> None:
+        if not isinstance(x, Tensor):
+            raise EngineError(f"inputs must be tensors, got a {type(x).__name__}")
+        if x.device != self.device:
+            raise EngineError(f"the input is on {x.device}, the network on {self.device}: move one of them")
+        if x.dtype != dtype:
+            raise EngineError(f"the input is {x.dtype}, the network was compiled for {dtype}: convert the input")
+        if x.dim() != example.dim():
+            raise EngineError(f"the input has shape {tuple(x.shape)}, the network was compiled for {_batched(example)}")
 
     def _check_shapes(self, inputs: tuple[Tensor, ...]) -> None:
         """Raise `EngineError` if the graph is not valid for inputs of these shapes."""
@@ -180,7 +188,9 @@ class Compiled(nn.Module):
                 self._consider_inductor(size, inputs)
             elif size in self.plan.inductor and shapes_of(inputs) not in self._bodies:
                 self._consider_inductor(size, inputs, only=True)
-            if self.device.type == "cuda":
+            if self.device.type == "cuda" and self._takes_lists:
+                self.plan.uncompiled[CUDA_GRAPH] = "not recorded: lists of images may have any sizes"
+            elif self.device.type == "cuda":
                 self._record(inputs)
 
     def _consider_inductor(self, size: int, inputs: tuple[Tensor, ...], only: bool = False) -> None:
@@ -221,7 +231,9 @@ class Compiled(nn.Module):
     def _current(self) -> contextlib.AbstractContextManager[object]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
-    def _expanded(self, x: Tensor, size: int) -> Tensor:
+    def _expanded(self, x: Images, size: int) -> Any:
+        if isinstance(x, list):
+            return [x[0].to(self.device)] * size
         x = x.to(self.device).expand(size, *x.shape[1:])
         return x.contiguous(memory_format=_NHWC) if x.dim() == 4 else x.contiguous()
 

@@ -147,19 +147,19 @@ def learn(
     seconds = search_seconds(permute_seconds, bool(permute), settings.budget_minutes, settings.steps)
 
     # select
-    layers = select_layers(model, selection)
     inputs = Inputs(model, data, forward, progress)
     processes = Processes(device_of(model), trackers, None if log is None else Path(log).parent)
+    stream = BatchStream(data, processes.rank, processes.count)
+    first = _first_batch(inputs, settings, stream)
+    layers = select_layers(model, selection, first, forward)
     frozen = _frozen(model, layers, processes.device)
     blocks = _blocks(frozen, layers, settings)
-    stream = BatchStream(data, processes.rank, processes.count)
 
     # initialize and permute
     known = saved_permutation(run_state, model, layers.choices) if resume and run_state is not None else None
     search = None
     if _wants_search(permute, known, resume, settings, preset, layers):
-        example = _example(inputs, settings, stream) if example is None else example
-        search = Search(example, seconds, bool(permute), known)
+        search = Search(first if example is None else example, seconds, bool(permute), known)
     scores = initial_scores(inputs, layers, settings, search)
     orders = processes.broadcast(order_channels(inputs, layers, settings, search, scores))
     sampler = initial_sampler(inputs, layers, settings, orders, search, scores).to(processes.device)
@@ -177,7 +177,8 @@ def learn(
 
     # finish
     recipe = {"method": "learn", **settings.described(), "preset": preset, "blocks": blocks}
-    recipe |= {"selection": plain_options(selection), **orders.recipe(), **outcome.recipe()}
+    recipe |= {"selection": plain_options(selection), "not_masked": dict(layers.not_masked)}
+    recipe |= {**orders.recipe(), **outcome.recipe()}
     try:
         masks = _masks(sampler, layers, orders, settings, recipe | origin_of(model))
         masks = with_digests(masks, model)
@@ -247,8 +248,8 @@ def _wants_search(
     return known is not None if resume else search_by_default(settings.start, preset, layers.choices)
 
 
-def _example(inputs: Inputs, settings: Settings, stream: BatchStream) -> Any:
-    """A batch to capture the model on, which the run still gets to see."""
+def _first_batch(inputs: Inputs, settings: Settings, stream: BatchStream) -> Any:
+    """The first batch, to look at which layers run and to capture the model on; the run still gets to see it."""
     # Scores that read the data would invalidate a stream that is open already.
     return next(iterate(inputs.data)) if reads_data(settings.start) else stream.peek()
 

@@ -1,12 +1,14 @@
 """The learner: a module that owns the logits and runs the frozen model with sampled weights. DDP wraps it."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from halve.batches import Forward, images_of, run, to_device
+from halve.batches import Forward, images_of, main_output, result_of, to_device
+from halve.detectors import HeadOutputs, first_run, head_outputs, head_outputs_in
 from halve.errors import LearningError, ModelError, listed
 from halve.learn.augment import augmented
 from halve.learn.objective import DISTILLATIONS, Objective, Views, watching
@@ -61,11 +63,11 @@ class Learner(nn.Module):
         return self.sampler.draw(self._seed, step, self._rank + 1000 * micro)
 
     def augmented(self, batch: Any, step: int, micro: int = 0) -> Any:
-        """The batch, with its images augmented if that is enabled and the images are large enough."""
+        """The batch, with its images augmented if that is enabled and they are stacked and large enough."""
         if not self._augment:
             return batch
         images = to_device(images_of(batch), self.model)
-        if images.dim() != 4 or min(images.shape[2:]) < 8:
+        if not isinstance(images, Tensor) or images.dim() != 4 or min(images.shape[2:]) < 8:
             return images
         generator = generator_of(images.device, self._seed + 1, step, self._rank + 1000 * micro)
         return augmented(images, generator)
@@ -123,13 +125,15 @@ class Runner:
         self.custom = forward is not None
         self._own: dict[str, Tensor] = {}  # original weights of layers that were ever replaced
         self._places: dict[str, list[tuple[dict[str, Any], str]]] = {}  # where they are held; tied ones in several
+        self._heads: set[str] | None = None  # of a detector, empty for other models; unknown before the first run
+        self._dense: tuple[Any, HeadOutputs] | None = None  # the last batch, and what a dense detector's heads return
 
     def __call__(self, batch: Any) -> Tensor:
         """The output with the model's own weights."""
         return self.with_weights({}, batch)
 
     def with_weights(self, weights: Mapping[str, Tensor], batch: Any) -> Tensor:
-        """The output with the given weights, by layer name.
+        """The output with the given weights, by layer name. That of a detector is what its heads return.
 
         They stay in place until the next call, since activation checkpointing runs the model again in the backward
         pass.
@@ -145,7 +149,28 @@ class Runner:
                 for key, tensor in held.items()
                 if tensor is own
             ]
+        run = partial(self._result, weights, batch)
+        if self._heads is None:  # the first run tells whether the model is a detector
+            result, found = first_run(self.inner, run)
+            self._heads = set() if found is None else found.heads
+            if found is None:
+                return main_output(result)
+            if not weights:
+                self._dense = batch, found
+        if not self._heads:
+            return main_output(run())
+        dense = self._dense_heads(batch)
+        return (head_outputs_in(dense, self.inner, run) if weights else dense).relative_to(dense)
+
+    def _dense_heads(self, batch: Any) -> HeadOutputs:
+        """What the heads of a detector return with its own weights. That of the last batch is known."""
+        if self._dense is None or self._dense[0] is not batch:
+            with torch.no_grad():
+                self._dense = batch, head_outputs(self.inner, partial(self._result, {}, batch), self._heads or ())
+        return self._dense[1]
+
+    def _result(self, weights: Mapping[str, Tensor], batch: Any) -> Any:
         for name, own in self._own.items():
             for held, key in self._places[name]:
                 held[key] = weights.get(name, own)
-        return run(self.inner, batch, self._forward)
+        return result_of(self.inner, batch, self._forward)

@@ -6,7 +6,7 @@ from typing import Any, Unpack
 
 from torch import nn
 
-from halve.batches import Forward, Progress, iterate, reiterable, tracked
+from halve.batches import Forward, Progress, iterate, peeked, reiterable, tracked
 from halve.errors import DataError
 from halve.masks.mask import Mask, MaskSet
 from halve.masks.recipe import origin_of, with_digests, with_fingerprint
@@ -44,7 +44,8 @@ def prune(
         score: "magnitude" (default), "random", or with `data` "wanda" (magnitude times input norm) or "reconstruct"
             (whole masks that change each layer's outputs least); or a function of (layer name, weight) that returns
             scores of the weight's shape.
-        data: Batches of images to measure on, without labels: a DataLoader, a list, or one tensor of images.
+        data: Batches of images to measure on, without labels: a DataLoader, a list, or one tensor of images. Layers
+            that never run on them are not masked.
         recalibrate: Also measure BatchNorm statistics on `data` with the masks applied, and store them with the masks.
             "reconstruct" then chooses masks that are better with such statistics, and worse without. Default: False.
         permute: Search for channel orders in which blocks keep more of the score. Masks still refer to the checkpoint;
@@ -67,9 +68,9 @@ def prune(
     check_data(chosen_score, data)
     if recalibrate and data is None:
         raise DataError("recalibrate=True needs data: pass data=, batches of images")
-    chosen = select(model, **selection)
+    look_at, data = peeked(reiterable(data) if permute else data)
+    chosen = select(model, **selection, data=look_at, forward=forward)
     weights = masked_weights(model, chosen)
-    data = reiterable(data) if permute else data
     choices: Sequence[Choice] = chosen.masked
     inputs = ScoreInputs(model, choices, weights, data, recalibrate, seed, forward, progress)
     permutation, found = None, None
@@ -96,6 +97,7 @@ def prune(
         "images": found.images,
         "seed": seed,
         "selection": plain_options(selection),
+        "not_masked": chosen.not_masked,
         "permute": None if permutation is None else permutation.summary,
     }
     masks = {}

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from halve.batches import Forward, Progress, count_of, iterate, run
+from halve.batches import Forward, Progress, count_of, iterate, result_of
 from halve.errors import ModelError
 from halve.masks.apply import OnChanged, applied_in_checkpoint_order, check_dense, check_fit, is_unchanged
 from halve.masks.mask import MaskSet
@@ -62,9 +62,9 @@ def recalibrate(
     images = 0
     with torch.no_grad():
         for batch in iterate(data, progress, "BatchNorm statistics"):
-            output = run(sparse, batch, forward)
-            run(dense, batch, forward)
-            images += count_of(batch, output, forward)
+            result = result_of(sparse, batch, forward)
+            result_of(dense, batch, forward)
+            images += count_of(batch, result, forward)
     statistics: dict[str, Tensor] = {}
     for name, norm in norms.items():
         if int(norm.num_batches_tracked or 0) == 0:

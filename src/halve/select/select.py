@@ -1,7 +1,7 @@
 """Decide which layers are masked, with a reason for each layer."""
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypedDict, overload
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from halve.batches import Forward
 from halve.errors import ModelError, OptionError, listed
 from halve.masks.layout import ORDERS, Layout, Order
 from halve.masks.pattern import Pattern
@@ -25,11 +26,13 @@ from halve.modules import (
 )
 from halve.process_state import preserved_process_state
 from halve.select.head import find_heads
+from halve.select.ran import layers_that_run
 
 Remainder = Literal["skip", "pad", "error"]
 REMAINDERS: tuple[Remainder, ...] = ("skip", "pad", "error")
 Globs = str | Sequence[str]
 PatternRule = str | Pattern | Mapping[str, str | Pattern | None]
+NOT_RUN = "did not run on the data"
 
 
 class SelectOptions(TypedDict, total=False):
@@ -85,6 +88,11 @@ class Selection(Sequence[Choice]):
         """The decisions on the masked layers."""
         return [choice for choice in self if choice.masked]
 
+    @property
+    def not_masked(self) -> dict[str, str]:
+        """Why the other layers are not masked, by name."""
+        return {choice.name: choice.reason for choice in self if not choice.masked}
+
     def __str__(self) -> str:
         rows = [(c.name, c.type, "x".join(map(str, c.shape)), str(c.pattern or "dense"), c.reason) for c in self]
         widths = [max(map(len, column), default=0) for column in zip(*rows, strict=True)]
@@ -104,11 +112,13 @@ def select(
     order: Order = "channels",
     remainder: Remainder = "skip",
     kinds: Sequence[Kind] | None = None,
+    data: Any = None,
+    forward: Forward | None = None,
 ) -> Selection:
     """Decide for every layer whether it is masked.
 
     By default all convolutions and Linear layers are masked whose input channels are divisible by M, except grouped and
-    depthwise convolutions and the classifier head. Layer names may be globs, such as "layer3.*".
+    depthwise convolutions and output heads (classifiers, box regressors). Layer names may be globs, such as "layer3.*".
 
     Args:
         model: The model. It is not changed. DataParallel, DistributedDataParallel and torch.compile are unwrapped.
@@ -116,12 +126,15 @@ def select(
             keeps a layer dense. Default: "2:4".
         include: Mask only these layers (default: all).
         exclude: Keep these layers dense.
-        also: Mask these layers too, although the default excludes them (heads, grouped convolutions).
+        also: Mask these layers too, although the default excludes them (heads, grouped convolutions, layers that do not
+            run).
         order: "channels" for blocks along input channels (default), or "flat" as in the paper, which no hardware can
             accelerate.
         remainder: If the channels are not divisible by M, "skip" the layer (default), "pad" it with virtual zero
             columns, or raise an "error".
         kinds: Mask only these of "linear", "conv" and "conv_transpose" (default: all).
+        data: Batches of images. Layers that never run on them are not masked (default: all layers count as running).
+        forward: `forward(model, batch)` runs the model on an unusual batch of `data`.
 
     Returns:
         One `Choice` per layer with pattern, layout and reason; `.masked` lists the masked ones.
@@ -130,7 +143,7 @@ def select(
     >>> print(select(model))
     0  Conv2d  8x3x3x3  dense  3 input channels, not divisible by 4 (remainder='pad' pads them)
     1  Conv2d  8x8x3x3  2:4    along input channels
-    3  Linear  2x8      dense  classifier head (also='3' masks it)
+    3  Linear  2x8      dense  output head (also='3' masks it)
     """
     model = unwrapped(model)
     rules = pattern if isinstance(pattern, Mapping) else {"*": pattern}
@@ -169,7 +182,7 @@ def select(
             return None, None, "no pattern matches it"
         groups = int(getattr(module, "groups", 1))
         if not heads.isdisjoint((name, *owners[_key(module)])) and not named:
-            return None, None, f"classifier head (also={name!r} masks it)"
+            return None, None, f"output head (also={name!r} masks it)"
         if groups > 1 and not named:
             word = "depthwise" if groups == module.in_channels else f"grouped ({groups} groups)"
             return None, None, f"{word} convolution (also={name!r} masks within each group)"
@@ -181,7 +194,23 @@ def select(
         shape = _shape(module)
         shared = tuple(other for other in owners.get(_key(module), ()) if other != name) if layout else ()
         choices.append(Choice(name, type(module).__name__, shape, rule, layout, reason, shared))
+    if data is not None:
+        choices = _running(model, choices, extra, data, forward)
     return Selection(choices)
+
+
+def _running(
+    model: nn.Module, choices: list[Choice], also: tuple[str, ...] | None, data: Any, forward: Forward | None
+) -> list[Choice]:
+    """The choices without masks for layers that do not run on the data, unless they are named."""
+    doubtful = [choice.name for choice in choices if choice.masked and not _match(choice.name, also)]
+    idle = set(doubtful) - layers_that_run(model, doubtful, data, forward)
+    return [
+        replace(c, pattern=None, layout=None, reason=f"{NOT_RUN} (also={c.name!r} masks it)", shared_with=())
+        if c.name in idle
+        else c
+        for c in choices
+    ]
 
 
 def masked_weights(model: nn.Module, selection: Selection) -> dict[str, Tensor]:

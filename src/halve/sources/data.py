@@ -74,6 +74,7 @@ def load_data(
     workers: int = 0,
     classes_file: str | Path | None = None,
     relabel: bool = False,
+    lists: bool = False,
 ) -> Data:
     """Load images from a folder, from tars, or the built-in digits.
 
@@ -87,6 +88,7 @@ def load_data(
         workers: Processes that decode images. Default: 0.
         classes_file: A text file that names the class folder of each of the model's outputs, one per line.
         relabel: Use these outputs as labels. Default: False.
+        lists: Batches are lists of images of any sizes, without labels, as detectors take them. Default: False.
     """
     if batch_size < 1 or (limit is not None and limit < 1) or workers < 0:
         raise OptionError(
@@ -113,11 +115,11 @@ def load_data(
         shuffle=shuffle,
         generator=generator,
         num_workers=workers,
-        collate_fn=_collate,
+        collate_fn=_listed if lists else _collate,
         persistent_workers=workers > 0,
     )
     classes = None if classes_file is None else _classes(names, Path(classes_file), where)
-    return Data(Batches(loader, classes if relabel else None), total, names, classes)
+    return Data(Batches(loader, classes if relabel and not lists else None), total, names, classes)
 
 
 @dataclass(frozen=True)
@@ -169,6 +171,11 @@ def _collate(items: Sequence[Any]) -> Any:
             f"a batch has images of different sizes: {listed(sorted(shapes), 4)}; --size N crops all to one size"
         )
     return default_collate(list(items))
+
+
+def _listed(items: Sequence[Any]) -> Any:
+    broken = next((item for item in items if isinstance(item, _Broken)), None)
+    return broken or [item[0] if isinstance(item, tuple) else item for item in items]
 
 
 def _classes(names: Sequence[str], file: Path, where: str) -> tuple[int, ...]:
