@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from halve.cli import main
-from halve.errors import ChangedWeightsWarning
+from halve.errors import ChangedWeightsWarning, LearningWarning
 from halve.sources.models import load_model
 from halve.sources.weights import save_state
 from tests.pictures import class_folders
@@ -91,6 +91,7 @@ def halve(capsys, monkeypatch, tmp_path):
         capsys.readouterr()
         with warnings.catch_warnings():
             warnings.simplefilter("always", ChangedWeightsWarning)
+            warnings.simplefilter("always", LearningWarning)
             with pytest.raises(SystemExit) as raised:
                 main()
         shown = capsys.readouterr()

@@ -43,7 +43,8 @@ def test_the_list_of_commands_names_every_command_and_the_exit_codes(halve):
     shown = halve("--help").out
     for name in COMMANDS:
         assert f"\n  {name} " in shown
-    assert "Exit codes: 0 success, 1 a check failed, 2 bad input, 130 interrupted." in shown
+    assert "Exit codes: 0 success, 1 a check failed, 2 bad input, 130 interrupted; " in " ".join(shown.split())
+    assert "learn: 5 below --min-agreement." in shown
 
 
 def test_without_a_command_the_help_is_shown(halve):

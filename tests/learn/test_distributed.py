@@ -14,6 +14,8 @@ from halve.masks import storage
 from tests.processes import ROOT, environment
 from tests.tiny import convnet, loader
 
+pytestmark = pytest.mark.filterwarnings("ignore:the quality of the masks will be unknown")  # of so few images
+
 SCRIPT = """
 import json, os, sys, torch, halve
 from pathlib import Path

@@ -9,7 +9,10 @@ from halve.errors import HalveError
 
 
 def main() -> None:
-    """Run the command line. Exit codes: 0 success, 1 a check failed, 2 bad input or usage, 130 interrupted."""
+    """Run the command line. Exit codes: 0 success, 1 a check failed, 2 bad input or usage, 130 interrupted.
+
+    `learn` also has 5 (the masks agree less than --min-agreement asks for).
+    """
     from halve.cli.app import app
     from halve.cli.show import fail, note
 

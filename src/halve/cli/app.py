@@ -29,7 +29,7 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
     rich_markup_mode=None,
-    epilog="Exit codes: 0 success, 1 a check failed, 2 bad input, 130 interrupted.",
+    epilog="Exit codes: 0 success, 1 a check failed, 2 bad input, 130 interrupted; learn: 5 below --min-agreement.",
 )
 
 for command in COMMANDS:
