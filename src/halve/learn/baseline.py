@@ -61,7 +61,7 @@ class Baseline:
             stop: Whether to stop early.
         """
         deadline = time.perf_counter() + seconds
-        start = _name_of(self.settings.start)
+        start = _name_of(self.settings)
         if start is not None:
             self._judge(start, self.initial, validation)
         for score in _SCORES:
@@ -100,13 +100,13 @@ class Baseline:
         return masks
 
 
-def _name_of(start: Any) -> str | None:
-    """What the masks that learning starts from are called; None for random logits, which are no masks yet."""
-    if isinstance(start, MaskSet):
+def _name_of(settings: Settings) -> str | None:
+    """What the masks that learning starts from are called; None for logits that favour no masks yet."""
+    if settings.start == "glorot" or not settings.alpha:
+        return None
+    if isinstance(settings.start, MaskSet):
         return "start"
-    if callable(start):
-        return str(getattr(start, "__name__", "function"))
-    return None if start == "glorot" else str(start)
+    return str(getattr(settings.start, "__name__", "function") if callable(settings.start) else settings.start)
 
 
 class _OutOfTimeError(Exception):

@@ -38,11 +38,11 @@ def part_of(batch: Any, start: int, stop: int) -> Any:
 
 
 def pieces_of(batches: Iterable[Any], first: int, most: int) -> Iterator[Any]:
-    """The batches in pieces of at most `most` images, the first one of at most `first`.
+    """The batches in pieces that grow from `first` to `most` images, each at most twice as large as the one before.
 
     >>> import torch
-    >>> [len(piece) for piece in pieces_of([torch.zeros(24, 8), torch.zeros(12, 8)], first=4, most=16)]
-    [4, 16, 4, 12]
+    >>> [len(piece) for piece in pieces_of([torch.zeros(24, 8), torch.zeros(40, 8)], first=4, most=16)]
+    [4, 8, 12, 16, 16, 8]
     """
     size = first
     for batch in batches:
@@ -50,7 +50,7 @@ def pieces_of(batches: Iterable[Any], first: int, most: int) -> Iterator[Any]:
         while start < images:
             stop = min(start + size, images)
             yield part_of(batch, start, stop)
-            start, size = stop, most
+            start, size = stop, min(2 * size, most)
 
 
 def _cut(batch: Any, size: int, where: slice, outermost: bool = False) -> Any:

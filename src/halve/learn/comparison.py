@@ -10,7 +10,7 @@ from typing import Any
 from halve.errors import LearningWarning
 from halve.learn.baseline import IMAGES, Baseline, OneShot
 from halve.learn.batch_parts import images_in, pieces_of
-from halve.learn.held_back import MOST, TOO_FEW
+from halve.learn.held_back import MOST, TOO_FEW, first
 from halve.learn.schedule import USEFUL_STEPS
 from halve.learn.stream import BatchStream
 from halve.learn.validation import Quality, Validation
@@ -23,7 +23,9 @@ _ONE_SHOT_SECONDS = 30.0  # for one-shot masks in runs of few steps, at most ten
 _LONGEST = 300.0  # seconds: other processes wait for the first one, and give up after 10 minutes
 _LEARNED_PER_IMAGE = 16  # images learned from for each one validated on, in runs that are measured in steps
 _MARGIN = 1.25  # the last pass may take longer than an earlier one
-_PIECE = 32  # images that scores are measured on at once: a time limit is only seen in between
+_PIECE = 16  # images that scores are measured on at once: a time limit is only seen in between
+_FEWEST = 32  # images that scores are measured on
+_MEASURING = 0.1  # share of the time for one-shot masks in which the network could be run on these images
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,17 @@ class Verdict:
     def fell_back(self) -> bool:
         """Whether the one-shot masks are returned."""
         return self.one_shot is not None and self.masks is self.one_shot.masks
+
+    def warn(self) -> None:
+        """Warn if the one-shot masks are returned."""
+        if self.one_shot is not None and self.fell_back:
+            warnings.warn(
+                f"the learned masks are worse than one-shot masks on {self.images} images ({self.learned}, against "
+                f"{self.one_shot.quality}): returning the one-shot masks, by {self.one_shot.score!r}. Learn longer, or "
+                f"pass fallback=False to get the learned masks",
+                LearningWarning,
+                stacklevel=5,
+            )
 
     def recipe(self) -> dict[str, Any]:
         """What masks remember of the comparison."""
@@ -133,16 +146,27 @@ class Comparison:
         """
         if self._validation is not None:
             self._validation.prepare(*plan.for_validation(), stop)
-            first = sum(map(images_in, batches))
-            images = pieces_of([*batches, *self._stream.peek_images(IMAGES - first)], _PIECE, _PIECE)
-            self._baseline.find(self._validation, list(images), plan.for_one_shot(), stop)
+            seconds = plan.for_one_shot()
+            images = self._images(batches, IMAGES if plan.steps is not None else self._affordable(seconds))
+            self._baseline.find(self._validation, images, seconds, stop)
         self._prepared = True
         if plan.seconds is None:
             return 0.0
         started = time.perf_counter()
         self._complete(self._baseline.initial)
         completing = time.perf_counter() - started
-        return _MARGIN * (completing + (0.0 if self._validation is None else self._validation.seconds))
+        return _MARGIN * (completing + (0.0 if self._validation is None else self._validation.seconds_to_judge))
+
+    def _affordable(self, seconds: float) -> int:
+        """How many images to measure scores on, given how fast the network is."""
+        assert self._validation is not None
+        per_image = self._validation.seconds_to_prepare / self._validation.images
+        return min(max(int(_MEASURING * seconds / max(per_image, 1e-9)), _FEWEST), IMAGES)
+
+    def _images(self, batches: Sequence[Any], count: int) -> list[Any]:
+        """The first images to learn from."""
+        more = self._stream.peek_images(count - sum(map(images_in, batches)))
+        return list(pieces_of(first([*batches, *more], count), _PIECE, _PIECE))
 
     def choose(self, learned: dict[str, Mask]) -> Verdict:
         """Compare learned masks with the best one-shot masks."""
@@ -150,18 +174,10 @@ class Comparison:
             return Verdict(learned, unknown=self._why_none)
         if not self._prepared:
             return Verdict(learned, unknown="interrupted")
-        quality, best = self._validation.quality(learned), self._baseline.best
-        chosen = learned
-        if self._fallback and best is not None and best.quality.loss < quality.loss:
-            warnings.warn(
-                f"the learned masks are worse than one-shot masks on {self._validation.images} images ({quality}, "
-                f"against {best.quality}): returning the one-shot masks, by {best.score!r}. Learn longer, or pass "
-                f"fallback=False to get the learned masks",
-                LearningWarning,
-                stacklevel=4,
-            )
-            chosen = best.masks
-        validation = self._validation
+        validation, best = self._validation, self._baseline.best
+        quality = validation.quality(learned)
+        better = best is not None and best.quality.loss < quality.loss
+        chosen = best.masks if best is not None and better and self._fallback else learned
         return Verdict(chosen, "", validation.images, validation.source, quality, best, self._baseline.not_tried)
 
     def judged(self, masks: MaskSet) -> MaskSet:

@@ -172,12 +172,14 @@ def _length(data: Any) -> int | None:
 
 def first(batches: Iterable[Any], images: int) -> Iterator[Any]:
     """The first so many images, in the batches that they come in."""
+    if images <= 0:
+        return
     for batch in batches:
         size = min(images_in(batch), images)
-        if not size:
-            return
         yield part_of(batch, 0, size)
         images -= size
+        if not images:
+            return
 
 
 def _skipped(batches: Iterator[Any], images: int) -> Iterator[Any]:

@@ -211,6 +211,8 @@ def learn(
         raise LearningError(outcome.error, _kept(sampler, settings, complete)) from outcome.cause
     learned = sampler.masks(settings.final, settings.seed)
     verdict = _verdict(comparison, learned, processes, complete)
+    if processes.is_main:
+        verdict.warn()
     masks = complete(verdict.masks, **verdict.recipe(), seconds=round(budget.spent, 1))
     if max_drop is not None:
         masks = _within_budget(inputs, masks, max_drop, drop_data, drop_metric)

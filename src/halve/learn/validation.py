@@ -13,7 +13,7 @@ from torch import Tensor
 from halve.agreement import Agreement, compare
 from halve.errors import DataError, ModelError
 from halve.learn.batch_parts import images_in, pieces_of
-from halve.learn.held_back import LEAST, Split
+from halve.learn.held_back import LEAST, Split, first
 from halve.learn.learner import Learner
 from halve.learn.settings import Settings
 from halve.masks.mask import Mask
@@ -64,21 +64,21 @@ class Validation:
         self._class_scores = settings.match != "outputs+features"  # if they have the shape (images, classes)
         self._pieces: list[tuple[Any, Tensor]] = []  # images, and the dense network's outputs
         self.source, self.images = split.source, 0
-        self.seconds = 0.0  # that judging masks takes
+        self.seconds_to_prepare = self.seconds_to_judge = 0.0
 
     def prepare(self, most: int, seconds: float, stop: Callable[[], bool] = lambda: False) -> None:
         """Read up to `most` images and run the dense network on them, for about `seconds`, on at least 8 images."""
         started, size = time.perf_counter(), 0
         with torch.random.fork_rng(devices=[]):  # neither changes the order of the data nor depends on it
             torch.default_generator.manual_seed(self._seed)
-            for piece in pieces_of(self._batches, LEAST, min(_PIECE, max(most - LEAST, 1))):
+            for piece in pieces_of(first(self._batches, most), LEAST, _PIECE):
                 output = self._learner.output(piece)
                 self._pieces.append((piece, output))
                 self.images += images_in(piece)
                 size += sum(t.nbytes for t in pytree.tree_leaves((piece, output)) if isinstance(t, Tensor))
-                a_piece_more = (time.perf_counter() - started) * (1 + _PIECE / self.images)
-                enough = self.images >= most or size >= _MOST_BYTES or a_piece_more > seconds or stop()
-                if enough and self.images >= LEAST:
+                self.seconds_to_prepare = time.perf_counter() - started
+                with_next_piece = self.seconds_to_prepare * (1 + min(2 * images_in(piece), _PIECE) / self.images)
+                if self.images >= LEAST and (size >= _MOST_BYTES or with_next_piece > seconds or stop()):
                     break
         if not self.images:
             raise DataError("validation= has no images: pass batches of images, or validation=False")
@@ -99,7 +99,7 @@ class Validation:
                 agreement += compare(output, dense)
             squares += float((output.double() - dense.double()).square().sum())
             scale += float(dense.double().square().sum())
-        self.seconds = max(self.seconds, time.perf_counter() - started)
+        self.seconds_to_judge = max(self.seconds_to_judge, time.perf_counter() - started)
         error = math.sqrt(squares / max(scale, 1e-300))
         if not agreement.images:
             return Quality(None, None, error)
