@@ -19,10 +19,11 @@ QUICK = {"steps": 12, "lr": 0.1}
 
 
 def network():
-    """A network whose class scores are further apart than those of other tests."""
+    """A network that predicts each class for some images, and is sure of it."""
     model = convnet()
     with torch.no_grad():
         model[10].weight *= 40
+        model[10].bias -= model(images(64)).mean(0)
     return model
 
 
