@@ -220,7 +220,8 @@ def targets(folder: Path) -> list[Target]:
         "moves": {name: {str(d): orders.index(o) for d, o in dims.items()} for name, dims in numbers.items()},
         "summary": masks.recipe["permute"],
     }
-    state = RunState(identity, 7, 7, 2.5, torch.randn(64), torch.randn(64), torch.rand(64), permutation)
+    progress, tensors = (7, 7, 2.5, 0.25), (torch.randn(64), torch.randn(64), torch.rand(64))
+    state = RunState(identity, {"data": {"images": "00ff"}}, *progress, *tensors, permutation)
 
     def run_state(path: Path) -> RunState:
         saved_permutation(path, model, choices)
@@ -228,7 +229,8 @@ def targets(folder: Path) -> list[Target]:
 
     def plain_state(state: RunState) -> Any:
         tensors = {name: getattr(state, name) for name in ("logits", "exp_avg", "exp_avg_sq")}
-        return state.identity, state.step, state.batches, state.seconds, state.permutation, _same_tensors(tensors)
+        progress = (state.step, state.batches, state.seconds, state.fraction)
+        return state.identity, state.data, *progress, state.permutation, _same_tensors(tensors)
 
     def plain_packed(content: packed.Unpacked) -> Any:
         return _same_masks(content.masks), _same_tensors(content.state)

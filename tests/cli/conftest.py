@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from halve.cli import main
-from halve.errors import ChangedWeightsWarning, DtypeWarning
+from halve.errors import ChangedWeightsWarning, DtypeWarning, LearningWarning
 from halve.sources.models import load_model
 from halve.sources.weights import save_state
 from tests.pictures import class_folders
@@ -90,7 +90,7 @@ def halve(capsys, monkeypatch, tmp_path):
         monkeypatch.setattr(sys, "argv", ["halve", *map(str, arguments)])
         capsys.readouterr()
         with warnings.catch_warnings():
-            for category in (ChangedWeightsWarning, DtypeWarning):
+            for category in (ChangedWeightsWarning, DtypeWarning, LearningWarning):
                 warnings.simplefilter("always", category)
             with pytest.raises(SystemExit) as raised:
                 main()

@@ -193,13 +193,13 @@ def test_settings_reach_the_library_as_they_are_given(halve, net):
     assert recipe["selection"] == {"pattern": {"*": "1:4"}, "kinds": ["conv"]}
 
 
-# Twelve pictures are two batches; what comes after them is bad.
+# Eight pictures tell the data of runs apart, and twelve are two batches; what comes after them is bad.
 TWO_STEPS = """
 seen = []
 
 def preprocess(image):
     seen.append(image)
-    if len(seen) > 12:
+    if len(seen) > 20:
         {then}
     return torch.rand(3, 8, 8)
 """

@@ -15,6 +15,8 @@ from halve.masks import storage
 from tests.tiny import convnet, images, interrupting, labels, loader
 from tests.untouched import same_bits, untouched
 
+pytestmark = pytest.mark.filterwarnings("ignore:the quality of the masks will be unknown")  # of so few images
+
 
 def moved(masks):
     """Layers whose channels are in another order."""

@@ -14,6 +14,8 @@ from halve.sources.digits import digits, train_digits
 from tests.tiny import convnet, images, labels, learn, loader
 from tests.untouched import untouched
 
+pytestmark = pytest.mark.filterwarnings("ignore:the quality of the masks will be unknown")  # of so few images
+
 
 @pytest.fixture(scope="module")
 def trained():

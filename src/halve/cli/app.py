@@ -64,7 +64,8 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
     rich_markup_mode=None,
-    epilog="Exit codes: 0 success, 1 a check failed, 2 bad input, 130 interrupted; verify: 3 not applied, 4 unknown.",
+    epilog="Exit codes: 0 success, 1 a check failed, 2 bad input, 130 interrupted; verify: 3 not applied, 4 unknown; "
+    "learn: 5 below --min-agreement.",
 )
 
 for name in COMMANDS:

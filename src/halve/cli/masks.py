@@ -85,6 +85,7 @@ def inspect(
         show.say(f"includes recalibrated statistics of {len(masks.statistics) // 2} BatchNorm layers")
     if masks.moves:
         show.say(f"includes channel orders: 'halve apply' moves the channels of {len(masks.moves)} tensors")
+    show.quality(masks.recipe)
     for key, value in masks.recipe.items():
         show.say(f"  {key}: {value if isinstance(value, str) else json_.dumps(value)}")
 

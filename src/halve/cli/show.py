@@ -157,3 +157,31 @@ def permuted(summary: Mapping[str, Any]) -> None:
         count = len(summary["fixed"])
         who = "1 layer keeps its order," if count == 1 else f"{count} layers keep their order, such as"
         note(f"note: {who} {name}: {why}")
+
+
+def quality(recipe: Mapping[str, Any]) -> None:
+    """Print how far masks agree with the dense network, and the masks that they were compared with.
+
+    A recipe may come from a file that someone else wrote, and hold anything.
+    """
+    found = recipe.get("quality")
+    if not isinstance(found, Mapping):
+        return
+    if "unknown" in found:
+        say(f"agreement with the dense network: unknown ({found['unknown']})")
+        return
+    one_shot = found.get("one_shot")
+    by_score = f"one-shot, {one_shot.get('score')}" if isinstance(one_shot, Mapping) else "one-shot"
+    learned = found.get("returned") == "learned"
+    rows = [
+        (f"these masks ({'learned' if learned else by_score})", *_qualities(found)),
+        (by_score, *_qualities(one_shot)) if learned else ("learned", *_qualities(found.get("learned"))),
+    ]
+    title = f"compared with the dense network on {found.get('images')} validation images ({found.get('source')})"
+    table(title, ("", ">agreement", ">mean KL", ">output error"), rows)
+
+
+def _qualities(found: Any) -> tuple[str, str, str]:
+    values = [found.get(key) if isinstance(found, Mapping) else None for key in ("agreement", "kl", "output_error")]
+    agreement, kl, error = (value if isinstance(value, int | float) else None for value in values)
+    return percent(agreement), "-" if kl is None else f"{kl:.4f}", percent(error)

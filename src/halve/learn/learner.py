@@ -96,6 +96,15 @@ class Learner(nn.Module):
             raise LearningError("the objective does not depend on the masked weights: no gradient reaches the logits")
         return loss.reshape(())
 
+    @torch.no_grad()
+    def output(self, batch: Any, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+        """The output of the dense network, or with the given weights, by layer name; in the network's own precision."""
+        return self._runner.with_weights(weights or {}, batch)
+
+    def weight(self, name: str) -> Tensor:
+        """The dense weight of a layer."""
+        return self._runner.own_weight(name)
+
     def blame(self, batch: Any, step: int, values: StepValues[float]) -> str | None:
         """The first layer whose output is not finite on this batch, or None."""
         names: list[str] = []
@@ -139,9 +148,7 @@ class Runner:
         pass.
         """
         for name in weights.keys() - self._own.keys():
-            own = self.inner.get_submodule(name).weight
-            assert isinstance(own, Tensor)
-            self._own[name] = own
+            self._own[name] = own = self.own_weight(name)
             self._places[name] = [
                 (held, key)
                 for module in self.inner.modules()
@@ -174,3 +181,9 @@ class Runner:
             for held, key in self._places[name]:
                 held[key] = weights.get(name, own)
         return result_of(self.inner, batch, self._forward)
+
+    def own_weight(self, name: str) -> Tensor:
+        """The original weight of a layer."""
+        own = self._own.get(name, self.inner.get_submodule(name).weight)
+        assert isinstance(own, Tensor)
+        return own

@@ -149,13 +149,18 @@ class Batches:
     """A DataLoader that raises a plain `DataError` for a broken image, not a traceback from a worker process."""
 
     def __init__(self, loader: DataLoader[Any], outputs: Sequence[int] | None = None) -> None:
-        self._loader, self._outputs = loader, None if outputs is None else torch.tensor(outputs)
+        self.loader, self._given = loader, outputs
+        self._outputs = None if outputs is None else torch.tensor(outputs)
+
+    def around(self, loader: DataLoader[Any]) -> "Batches":
+        """The same for another DataLoader; `halve.learn` reads other images of the dataset by it."""
+        return Batches(loader, self._given)
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self._loader:
+        for batch in self.loader:
             if isinstance(batch, _Broken):
                 raise DataError(batch.reason)
             yield batch if self._outputs is None else (batch[0], self._outputs[batch[1]])
