@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.fx import GraphModule
 
 from halve.cuda_graphs import autotuned_cudnn
-from halve.engine import saved
 from halve.engine.capture.guards import Guards
 from halve.engine.kernels.kernel import Kernel
 from halve.engine.kernels.registry import FALLBACK, family_of, no_sparse_kernels
@@ -22,7 +21,8 @@ from halve.engine.layer import Layer
 from halve.engine.lower import move_
 from halve.engine.plan import Plan, decide
 from halve.engine.recorded import CAPTURE_LOCK, MAX_RECORDINGS, Recordings, Shapes, shapes_of
-from halve.engine.saved import SavedNetwork
+from halve.engine.saved import file
+from halve.engine.saved.file import SavedNetwork
 from halve.engine.timing_cache import TimingCache, network_key
 from halve.errors import EngineError, EngineWarning, OptionError, first_line, listed
 
@@ -54,9 +54,7 @@ class Compiled(nn.Module):
         self.guards = guards  # of the graph; None if the network runs eagerly or in parts
         self.dtype, self.input_dtypes = dtype, tuple(x.dtype for x in example)
         self.output_dtype = next((x.dtype for x in example if x.is_floating_point()), dtype)
-        self.example = tuple(
-            x[:1].detach().clone().cpu() for x in example
-        )  # a copy, since the caller may modify theirs
+        self.example = tuple(_one_image(x) for x in example)
         self.device = example[0].device  # not that of the weights: a graph may have constants on other devices
         self._eager = False
         self._has_layers = any(isinstance(module, Layer) for module in body.modules())
@@ -247,9 +245,8 @@ class Compiled(nn.Module):
                 "the network runs code outside of its graph and cannot be saved: compile the model again, "
                 "timings are cached"
             )
-        inputs = tuple(self.cast_input(torch.cat([x, x])) for x in self.example)
         network = SavedNetwork(self.body, self.example, self.dtype, self.guards, self.device, self.plan)
-        saved.write(path, network, inputs)
+        file.write(path, network)
 
     def fall_back(self, reason: str) -> "Compiled":
         """Switch all layers to dense kernels, with a warning."""
@@ -264,8 +261,10 @@ class Compiled(nn.Module):
 def load(path: str | Path, device: str | torch.device | None = None) -> Compiled:
     """Load a compiled network from a file written by `Compiled.save`.
 
+    Loading never runs code from the file. Raises `FileError` for a file that is damaged, or is not a compiled network.
+
     Args:
-        path: the file. Only load files that you trust.
+        path: the file.
         device: where to run. Default: the type of device it was saved from, or the CPU if there is none.
 
     >>> import halve, tempfile, warnings
@@ -273,21 +272,34 @@ def load(path: str | Path, device: str | torch.device | None = None) -> Compiled
     >>> images = torch.randn(2, 4, 8, 8)
     >>> with warnings.catch_warnings(action="ignore"), tempfile.TemporaryDirectory() as folder:
     ...     fast = halve.compile(model, halve.prune(model), images)
-    ...     fast.save(f"{folder}/net.pt2")
-    ...     again = halve.load_compiled(f"{folder}/net.pt2")
+    ...     fast.save(f"{folder}/net.compiled.safetensors")
+    ...     again = halve.load_compiled(f"{folder}/net.compiled.safetensors")
     >>> torch.equal(again(images), fast(images))
     True
     """
-    network = saved.read(path)
+    network = file.read(path)
     fast = Compiled(network.body, network.example, network.dtype, network.plan.uncompiled, network.guards)
     fast.plan = network.plan
     if device is None:
-        device = network.device if network.device.type != "cuda" or torch.cuda.is_available() else "cpu"
+        device = network.device if _is_available(network.device) else "cpu"
     fast = fast.to(device)
     reason = no_sparse_kernels(fast.device, fast.dtype)
     if network.device.type == "cuda" and reason is not None and fast.reason is None:
         fast.fall_back(reason)
-    return fast.warmup(list(fast.plan.batches))
+    if fast.device.type == "cuda":
+        fast.warmup(list(fast.plan.batches)[-MAX_RECORDINGS:])  # these are planned already, and only recorded
+    return fast
+
+
+def _is_available(device: torch.device) -> bool:
+    return device.type == "cpu" or bool(torch.get_device_module(device.type).is_available())
+
+
+def _one_image(x: Tensor) -> Tensor:
+    """A copy of the first image, since the caller may modify theirs. Images from files are one number, expanded."""
+    image = x[:1].detach().cpu()
+    expanded = image.numel() > 1 and image.untyped_storage().nbytes() == image.element_size()
+    return image if expanded else image.clone()
 
 
 def _batched(example: Tensor) -> str:
