@@ -17,7 +17,7 @@ from pathlib import Path
 
 import typer
 
-from halve.engine.saved import is_compiled
+from halve.engine.saved import file as compiled
 from halve.errors import DataError, FileError
 from halve.learn import run_state
 from halve.masks import file, packed, storage
@@ -87,8 +87,7 @@ def _is_log(path: Path) -> bool:
     return isinstance(first, dict) and {"step", "loss"} <= first.keys()
 
 
-MASKS, PACKED, RUN_STATE = map(Kind.of, (file.FORMAT, packed.FORMAT, run_state.FORMAT))
-COMPILED = Kind("compiled network", is_compiled)
+MASKS, PACKED, RUN_STATE, COMPILED = map(Kind.of, (file.FORMAT, packed.FORMAT, run_state.FORMAT, compiled.FORMAT))
 SPARSE_CHECKPOINT = _checkpoint("halve apply", "halve unpack")
 DEMO_CHECKPOINT = _checkpoint("halve demo")
 RESULTS = Kind("result of 'halve bench'", _is_results)

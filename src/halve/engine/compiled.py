@@ -14,7 +14,6 @@ from torch.fx import GraphModule
 
 from halve.batches import Images, Progress
 from halve.cuda_graphs import autotuned_cudnn
-from halve.engine import saved
 from halve.engine.capture.guards import Guards
 from halve.engine.inductor import MAX_SECONDS, Bodies, Choice, by_default, choose, compile_body
 from halve.engine.kernels.kernel import Kernel
@@ -23,7 +22,8 @@ from halve.engine.layer import Layer
 from halve.engine.lower import move_
 from halve.engine.plan import Plan, all_dense, decide, visit
 from halve.engine.recorded import CAPTURE_LOCK, MAX_RECORDINGS, Recordings, Shapes, shapes_of
-from halve.engine.saved import SavedNetwork
+from halve.engine.saved import file
+from halve.engine.saved.file import SavedNetwork
 from halve.engine.timing_cache import TimingCache, network_key
 from halve.errors import EngineError, EngineWarning, OptionError, first_line, listed, warn
 
@@ -57,9 +57,7 @@ class Compiled(nn.Module):
         first = [x if isinstance(x, Tensor) else x[0] for x in example]
         self.dtype, self.input_dtypes = dtype, tuple(x.dtype for x in first)
         self.output_dtype = next((x.dtype for x in first if x.is_floating_point()), dtype)
-        self.example = pytree.tree_map(
-            lambda x: x.detach().clone().cpu(), tuple(x[:1] for x in example)
-        )  # a copy, since the caller may modify theirs
+        self.example = tuple(_one_image(x) for x in example)
         self.device = first[0].device  # not that of the weights: a graph may have constants on other devices
         self._takes_lists = any(isinstance(x, list) for x in example)  # of images of any sizes
         self.inductor = by_default(self.device) if inductor is None else inductor
@@ -298,16 +296,20 @@ class Compiled(nn.Module):
         batches = {size: list(table) for size, table in other.plan.batches.items()}
         self.plan = Plan(batches, dict(self.plan.uncompiled), inductor=dict(other.plan.inductor))
 
-    def save(self, path: str | Path) -> None:
-        """Save the network with its plan and packed weights. `halve.load_compiled` loads it."""
+    def save(self, path: str | Path, force: bool = False) -> None:
+        """Save the network with its plan and packed weights. `halve.load_compiled` loads it.
+
+        Args:
+            path: the file.
+            force: replace a file that is no compiled network. Default: raise.
+        """
         if not isinstance(self.body, GraphModule) or self.guards is None:
             raise EngineError(
                 "the network runs code outside of its graph and cannot be saved: compile the model again, "
                 "timings are cached"
             )
-        inputs = tuple(self.cast_input(torch.cat([x, x])) for x in self.example)
         network = SavedNetwork(self.body, self.example, self.dtype, self.guards, self.device, self.plan)
-        saved.write(path, network, inputs)
+        file.write(path, network, force)
 
     def fall_back(self, reason: str) -> "Compiled":
         """Switch all layers to dense kernels, with a warning."""
@@ -322,8 +324,10 @@ class Compiled(nn.Module):
 def load(path: str | Path, device: str | torch.device | None = None) -> Compiled:
     """Load a compiled network from a file written by `Compiled.save`.
 
+    Loading never runs code from the file. Raises `FileError` for a file that is damaged, or is not a compiled network.
+
     Args:
-        path: the file. Only load files that you trust.
+        path: the file.
         device: where to run. Default: the type of device it was saved from, or the CPU if there is none.
 
     >>> import halve, tempfile, warnings
@@ -331,22 +335,38 @@ def load(path: str | Path, device: str | torch.device | None = None) -> Compiled
     >>> images = torch.randn(2, 4, 8, 8)
     >>> with warnings.catch_warnings(action="ignore"), tempfile.TemporaryDirectory() as folder:
     ...     fast = halve.compile(model, halve.prune(model), images)
-    ...     fast.save(f"{folder}/net.pt2")
-    ...     again = halve.load_compiled(f"{folder}/net.pt2")
+    ...     fast.save(f"{folder}/net.compiled.safetensors")
+    ...     again = halve.load_compiled(f"{folder}/net.compiled.safetensors")
     >>> torch.equal(again(images), fast(images))
     True
     """
-    network = saved.read(path)
+    network = file.read(path)
     uncompiled, inductor = network.plan.uncompiled, bool(network.plan.inductor) or None
     fast = Compiled(network.body, network.example, network.dtype, uncompiled, network.guards, inductor)
     fast.plan = network.plan
     if device is None:
-        device = network.device if network.device.type != "cuda" or torch.cuda.is_available() else "cpu"
+        device = network.device if _is_available(network.device) else "cpu"
     fast = fast.to(device)
     reason = no_sparse_kernels(fast.device, fast.dtype)
     if network.device.type == "cuda" and reason is not None and fast.reason is None:
         fast.fall_back(reason)
-    return fast.warmup([*fast.plan.batches, *fast.plan.inductor])
+    planned = [*dict.fromkeys((*fast.plan.batches, *fast.plan.inductor))]
+    if fast.device.type == "cuda" or fast.plan.inductor:
+        fast.warmup(planned[-MAX_RECORDINGS:])  # these are planned already, and only compiled and recorded
+    return fast
+
+
+def _is_available(device: torch.device) -> bool:
+    return device.type == "cpu" or bool(torch.get_device_module(device.type).is_available())
+
+
+def _one_image(x: Images) -> Any:
+    """A copy of the first image, since the caller may modify theirs. Images from files are one number, expanded."""
+    if isinstance(x, list):
+        return [_one_image(image[None])[0] for image in x[:1]]
+    image = x[:1].detach().cpu()
+    expanded = image.numel() > 1 and image.untyped_storage().nbytes() == image.element_size()
+    return image if expanded else image.clone()
 
 
 def _batched(example: Tensor) -> str:
