@@ -63,7 +63,7 @@ def test_a_detector_without_heads_asks_for_forward():
         def forward(self, pictures):
             return [{"boxes": torch.zeros(0, 4), "labels": torch.zeros(0), "scores": torch.zeros(0)} for _ in pictures]
 
-    with pytest.raises(ModelError, match="no layers were found.*forward="):
+    with pytest.raises(ModelError, match=r"no layers were found.*forward="):
         first_run(Blind(), lambda: Blind()(pictures(2)))
 
 
