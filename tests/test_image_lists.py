@@ -1,4 +1,4 @@
-"""Lists of images of different sizes, as detectors take them, in all steps from prune to apply."""
+"""Lists of images of different sizes, as detectors take them, in every public function but compile."""
 
 import pytest
 import torch
@@ -73,6 +73,26 @@ def test_all_kinds_of_batches_are_learned_from_alike():
     expected = learn(ssd(), BATCHES["lists"], steps=3)
     for batches in BATCHES.values():
         assert learn(ssd(), batches, steps=3) == expected
+
+
+def test_a_forward_may_read_lists_beside_targets():
+    def forward(model, batch):
+        images, found = batch
+        assert len(images) == len(found) == 2
+        return model(images)
+
+    model, batches = ssd(), [BATCHES["torchvision"][0]]
+    options = {"permute": True, "permute_seconds": 1}
+    masks = halve.prune(model, "wanda", batches, forward=forward, **options)
+    assert masks.recipe["permute"]["layers"] == 2
+    assert masks.recipe["images"] == 2
+    assert learn(model, batches, steps=2, forward=forward).recipe["steps_done"] == 2
+    assert halve.evaluate(model, masks, batches, forward=forward) == halve.evaluate(model, masks, batches)
+
+
+def test_images_that_are_no_batch_get_advice():
+    with pytest.raises(DataError, match="if this is one image, pass batches of images"):
+        halve.prune(ssd(), "wanda", pictures(2))
 
 
 def test_boxes_agree_less_the_more_is_left_out():

@@ -245,10 +245,11 @@ class _Called(nn.Module):
 
 
 def two_images(example: Any) -> Any:
-    """The first two images of a batch; a single image is repeated."""
+    """The first two images of a batch; a single image is repeated. A list of images beside others stays as it is."""
     if is_list_of_images(example):
         return (example * 2)[:2]
-    return pytree.tree_map(_two_of, example)
+    values = example.values() if isinstance(example, Mapping) else example if isinstance(example, tuple | list) else ()
+    return example if any(map(is_list_of_images, values)) else pytree.tree_map(_two_of, example)
 
 
 def is_list_of_images(example: Any) -> bool:

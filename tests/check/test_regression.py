@@ -33,7 +33,7 @@ def test_one_number_per_image_is_no_class_score():
 def test_predicted_classes_and_numbers_are_no_class_scores(convert):
     with pytest.raises(ModelError, match="outputs of shape"):
         halve.evaluate(network(3), None, torch.randn(20, 8), forward=lambda m, x: convert(m(x)))
-    with pytest.raises(ModelError, match=r"outputs|needs outputs"):
+    with pytest.raises(ModelError, match="outputs"):
         halve.evaluate(network(3), None, torch.randn(20, 8), forward=lambda m, x: convert(m(x)), task="classification")
 
 

@@ -90,6 +90,7 @@ def learn(
     Args:
         model: The trained network.
         data: Batches of images, such as a DataLoader; labels are not needed. One tensor is split into batches of 64.
+            Layers that do not run on the first batch are not masked.
         minutes: Budget in minutes, for all that this call does except `max_drop`. Default: 2.0, unless `steps` or
             `epochs` is given.
         steps: Budget in optimizer steps.

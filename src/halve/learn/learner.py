@@ -163,18 +163,21 @@ class Runner:
             if found is None:
                 return main_output(result)
             if not weights:
-                self._dense = batch, found
+                return self._noted(batch, found).relative_to(found)
         if not self._heads:
             return main_output(run())
-        dense = self._dense_heads(batch)
-        return (head_outputs_in(dense, self.inner, run) if weights else dense).relative_to(dense)
-
-    def _dense_heads(self, batch: Any) -> HeadOutputs:
-        """What the heads of a detector return with its own weights. That of the last batch is known."""
+        if not weights:
+            found = self._noted(batch, head_outputs(self.inner, run, self._heads))
+            return found.relative_to(found)
         if self._dense is None or self._dense[0] is not batch:
             with torch.no_grad():
-                self._dense = batch, head_outputs(self.inner, partial(self._result, {}, batch), self._heads or ())
-        return self._dense[1]
+                self._noted(batch, head_outputs(self.inner, partial(self._result, {}, batch), self._heads))
+        assert self._dense is not None
+        return head_outputs_in(self._dense[1], self.inner, run).relative_to(self._dense[1])
+
+    def _noted(self, batch: Any, found: HeadOutputs) -> HeadOutputs:
+        self._dense = batch, found
+        return found
 
     def _result(self, weights: Mapping[str, Tensor], batch: Any) -> Any:
         for name, own in self._own.items():
