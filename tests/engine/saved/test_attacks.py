@@ -287,6 +287,10 @@ HOSTILE = {
     "a long guard": (lambda h, t: h["guards"].update(conditions=["1" + "+1" * 9000]), "recursion"),
     "a plan of nothing": (lambda h, t: h.update(plan=[]), "damaged"),
     "an entry of nothing": (lambda h, t: h["plan"].update(batches={"1": [{}]}), "must have the fields"),
+    "no inputs": (
+        lambda h, t: h.update(inputs=[], nodes=[], outputs=[], structure=["tuple", []]),
+        "must have an input",
+    ),
     "a key too much": (lambda h, t: h.update(code=1), "must have the keys"),
     "a key less": (lambda h, t: h.pop("guards"), "must have the keys"),
 }
