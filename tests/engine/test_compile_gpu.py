@@ -233,8 +233,8 @@ def test_saving_loading_copying_and_moving_keep_the_outputs(made, tmp_path):
     fast = made[2]
     x = photos(2)
     expected = fast(x)
-    fast.save(tmp_path / "net.pt2")
-    again = halve.load_compiled(tmp_path / "net.pt2")
+    fast.save(tmp_path / "net.compiled.safetensors")
+    again = halve.load_compiled(tmp_path / "net.compiled.safetensors")
     assert torch.equal(again(x), expected)
     assert str(again.plan) == str(fast.plan)
     assert torch.equal(copy.deepcopy(fast)(x), expected)

@@ -220,8 +220,8 @@ def test_a_network_saved_where_it_ran_dense_can_be_moved_to_a_device_with_sparse
     monkeypatch.setattr(
         Everywhere, "unavailable", lambda self, device, dtype: None if device.type == "meta" else "needs another device"
     )
-    compiled(convnet()).save(tmp_path / "net.pt2")
-    again = halve.load_compiled(tmp_path / "net.pt2")
+    compiled(convnet()).save(tmp_path / "net.compiled.safetensors")
+    again = halve.load_compiled(tmp_path / "net.compiled.safetensors")
     assert "needs another device" in again.reason
     assert again.to("meta").reason is None
     assert again(images(2).to("meta")).shape == (2, 5)

@@ -38,7 +38,7 @@ def compile(
     The compiled network takes any batch size. Inputs must have the dtype and image size that was compiled for.
 
     \b
-    halve compile torchvision:resnet50 --masks masks.safetensors --batch 1 --batch 32 --out resnet50.pt2
+    halve compile torchvision:resnet50 --masks masks.safetensors --batch 1 --batch 32 --out fast.compiled.safetensors
     """
     output = Output.open(context, out, COMPILED, reads(MODEL=model, weights=weights, masks=masks), force)
     wanted = o.type_of(dtype)

@@ -76,8 +76,8 @@ def test_a_family_is_matched_planned_run_saved_and_loaded(gathered, slow_dense, 
     with torch.no_grad():
         expected = halve.apply(model, masks)(x)
     torch.testing.assert_close(fast(x), expected)
-    fast.save(tmp_path / "net.pt2")
-    again = halve.load_compiled(tmp_path / "net.pt2")
+    fast.save(tmp_path / "net.compiled.safetensors")
+    again = halve.load_compiled(tmp_path / "net.compiled.safetensors")
     assert torch.equal(again(x), fast(x))
     assert [layer.kernels for layer in again.layers] == [layer.kernels for layer in fast.layers]
     assert [layer.held for layer in again.layers] == [["gathered"], ["gathered"], ["dense"]]

@@ -201,6 +201,10 @@ HOSTILE = {
     "an unknown argument": (node("aten.relu.default", {"value": 0}, strange=1), "unknown arguments"),
     "a text for a tensor": (node("aten.relu.default", "x"), "node"),
     "shapes that do not fit": (node("aten.mm.default", {"value": 0}, {"value": 0}), "2D"),
+    "a number for a dtype": (node("aten.softmax.int", {"value": 0}, 1, -1), "dtype must be a ScalarType"),
+    "a value for a dtype": (node("aten.softmax.int", {"value": 0}, 1, {"value": 0}), "dtype must be a ScalarType"),
+    "a number for a layout": (node("aten.ones.default", [1], layout=99), "layout must be a Layout"),
+    "a number for a generator": (node("aten.bernoulli.default", {"value": 0}, generator=1), "must be a Generator"),
     "an unknown node": (lambda h, t: h["nodes"].append({"eval": 1}), "a tensor, a layer or a call"),
     "a node that is none": (lambda h, t: h["nodes"].append(5), "a tensor, a layer or a call"),
     "a number for the nodes": (lambda h, t: h.update(nodes=5), "must be lists"),
@@ -283,6 +287,10 @@ HOSTILE = {
     "a long guard": (lambda h, t: h["guards"].update(conditions=["1" + "+1" * 9000]), "recursion"),
     "a plan of nothing": (lambda h, t: h.update(plan=[]), "damaged"),
     "an entry of nothing": (lambda h, t: h["plan"].update(batches={"1": [{}]}), "must have the fields"),
+    "no inputs": (
+        lambda h, t: h.update(inputs=[], nodes=[], outputs=[], structure=["tuple", []]),
+        "must have an input",
+    ),
     "a key too much": (lambda h, t: h.update(code=1), "must have the keys"),
     "a key less": (lambda h, t: h.pop("guards"), "must have the keys"),
 }

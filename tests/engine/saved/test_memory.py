@@ -79,12 +79,13 @@ def test_no_crafted_network_takes_much_memory_or_time(small, tmp_path):
             crafted["guards"]["conditions"] = crafted.pop("conditions")
         return lambda path: storage.write(path, FORMAT, crafted, TENSORS.get(name, {}))
 
-    memory.measured(tmp_path, "load_compiled", small, {name: maker(name) for name in CRAFTED})
-
-
-def test_a_network_takes_little_memory(small, tmp_path):
-    def save(path):
+    def resnet(path):
         sparsely(compiled(family("resnet_basic"), example=torch.zeros(2, 3, 64, 64))).save(path)
         return path
 
-    assert memory.measured(tmp_path, "load_compiled", small, {"resnet": save}) == {"resnet": ""}
+    makers = {name: maker(name) for name in CRAFTED}
+    errors = memory.measured(tmp_path, "load_compiled", small, makers | {"a ResNet": resnet})
+    assert errors["a ResNet"] == ""
+    assert errors["many layers"] == ""
+    assert "too large" not in errors["large values"]
+    assert "is not a valid argument" in errors["nested lists"]

@@ -82,5 +82,9 @@ def test_arguments_are_those_of_the_schema():
     for args, named in (([], {}), ([1], {}), ([1, 2, 3], {}), ([1, 2], {"self": 1}), ([1, 2], {"beta": 1})):
         with pytest.raises(ValueError, match="arguments"):
             check_arguments(add, args, named)
+    check_arguments(torch.ops.aten.softmax.int, [None, 1, torch.float16], {})
+    for wrong in (-1, 5, "float16", torch.strided):
+        with pytest.raises(ValueError, match="dtype must be a ScalarType"):
+            check_arguments(torch.ops.aten.softmax.int, [None, 1, wrong], {})
     with pytest.raises(ValueError, match="positional"):
         check_arguments(operator.add, [1], {"b": 2})

@@ -80,7 +80,7 @@ def read(path: str | Path) -> SavedNetwork:
         with TRACING_LOCK:
             return _built(header, tensors)
     except Exception as error:  # a description of something impossible; `graph` and `check` say what
-        raise FileError(f"{path} is damaged: {plain.reason(error)}") from error
+        raise FileError(f"{path} is damaged, or of another version: {plain.reason(error)}") from error
 
 
 def _built(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SavedNetwork:
@@ -90,6 +90,8 @@ def _built(header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> SavedNet
     if device not in _DEVICES:
         raise ValueError(f"its device must be one of {', '.join(_DEVICES)}")
     example = tuple(map(_input, header["inputs"]))
+    if not example:
+        raise ValueError("it must have an input")
     guards = _guards(header["guards"], example)
     body = graph.build(header, tensors, len(example))
     check_runs(body, [_two_images(x, dtype) for x in example])
@@ -140,7 +142,6 @@ def _too_long(conditions: Sequence[str]) -> bool:
 
 
 def _plan(entry: Any) -> Plan:
-    """The plan from JSON."""
     batches, uncompiled, dense, inductor = (entry[key] for key in ("batches", "uncompiled", "dense", "inductor"))
     if not all(type(seconds) in (int, float) for seconds in inductor.values()):
         raise ValueError("its plan must have the seconds that Inductor took")

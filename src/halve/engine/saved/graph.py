@@ -198,15 +198,13 @@ def _node(graph: Graph, entry: Any, tensors: dict[str, Tensor], values: Sequence
             return graph.call_module(name, tuple(_argument(value, values) for value in args))
         case {"call": str(name), "args": list(args), **rest} if rest.keys() <= {"named"} and not tensors:
             target: Callable[..., Any] = operator_named(name)
-            named = rest.get("named", {})
-            if not isinstance(named, dict):
+            plain: Any = rest.get("named", {})
+            if not isinstance(plain, dict):
                 raise ValueError("named arguments must be a JSON object")
-            check_arguments(target, args, named)
-            return graph.call_function(
-                target,
-                tuple(_argument(value, values) for value in args),
-                {key: _argument(value, values) for key, value in named.items()},
-            )
+            given = tuple(_argument(value, values) for value in args)
+            named = {key: _argument(value, values) for key, value in plain.items()}
+            check_arguments(target, given, named)
+            return graph.call_function(target, given, named)
     raise ValueError("it must be a tensor, a layer or a call, with its own tensors and no others")
 
 

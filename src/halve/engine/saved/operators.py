@@ -100,6 +100,13 @@ _FUNCTIONS: dict[str, Callable[..., Any]] = {  # arithmetic on sizes
     )
     for name in names.split()
 }
+_KINDS: dict[str, Any] = {  # of arguments that are not numbers, texts or tensors
+    "ScalarType": torch.dtype,
+    "Layout": torch.layout,
+    "MemoryFormat": torch.memory_format,
+    "Device": torch.device,
+    "Generator": (),  # only None
+}
 _FUNCTION_NAMES = {function: name for name, function in _FUNCTIONS.items()}
 
 
@@ -153,7 +160,11 @@ def _computes_only(found: OpOverload) -> bool:
 
 
 def check_arguments(target: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any]) -> None:
-    """Raise `ValueError` if an operator does not take so many arguments, or none of these names."""
+    """Raise `ValueError` if an operator does not take so many arguments, or none of these names.
+
+    PyTorch checks their types when it is called, except for those that are integers inside: an integer that is not a
+    valid dtype ends the process.
+    """
     if not isinstance(target, OpOverload):
         if named:
             raise ValueError("arguments of a function must be positional")
@@ -167,3 +178,7 @@ def check_arguments(target: Callable[..., Any], args: Sequence[Any], named: Mapp
         raise ValueError(f"unknown arguments {sorted(unknown)}")
     if missing := [a.name for a in known if not a.has_default_value() and a.name not in given]:
         raise ValueError(f"missing arguments {missing}")
+    for argument, value in [*zip(known, args, strict=False), *((a, named[a.name]) for a in known if a.name in named)]:
+        kind = str(argument.real_type).removeprefix("Optional[").removesuffix("]")
+        if value is not None and not isinstance(value, _KINDS.get(kind, object)):
+            raise ValueError(f"{argument.name} must be a {kind}")
