@@ -12,7 +12,7 @@ from halve.errors import DataError
 def evaluate(
     model: o.Model,
     data: o.DataPath,
-    masks: o.OptionalMasks = None,
+    masks: o.MaskFiles = None,
     weights: o.Weights = None,
     classes: o.Classes = None,
     images: o.Images = None,
@@ -28,19 +28,27 @@ def evaluate(
 ) -> None:
     """Measure accuracy and, with masks, agreement with the dense model.
 
+    Several mask files are compared in one table.
+
     \b
     halve evaluate zoo.py:net --weights net.safetensors --masks net.masks.safetensors --data photos/
     """
     opened = o.open_model(model, weights, device, size, resize, mean, std)
     source = opened.data(data, batch=batch, workers=workers, limit=images, classes_file=classes)
-    result = halve.evaluate(
-        opened.model,
-        halve.load(masks) if masks is not None else None,
-        source.loader,
-        classes=source.classes,
-        progress=progress.track,
-        on_changed=on_changed,  # type: ignore[arg-type]
-    )
+    # all of them, before anything takes long
+    read: dict[str, halve.MaskSet | None] = {str(path): halve.load(path) for path in masks or ()}
+    results = {
+        name: halve.evaluate(
+            opened.model,
+            one,
+            source.loader,
+            classes=source.classes,
+            progress=progress.track,
+            on_changed=on_changed,  # type: ignore[arg-type]
+        )
+        for name, one in (read or {"model": None}).items()
+    }
+    result = next(iter(results.values()))
     if result.top1 is None and result.agreement is None:
         raise DataError(f"nothing to measure: {data} has no labels, and there are no --masks to compare")
     if source.classes is None and 0 < len(source.class_names) < result.outputs:
@@ -49,13 +57,14 @@ def evaluate(
             f"class i counts as output i, unless --classes FILE maps them"
         )
     if json:
-        show.as_json(asdict(result))
+        listed = [{"masks": name} | asdict(one) for name, one in results.items()]
+        show.as_json(listed if len(listed) > 1 else asdict(result))
         return
-    rows = [row_of("dense", result, dense=True)] if masks is not None else []
+    rows = [row_of("dense", result, dense=True)] if read else []
     show.table(
         f"{model} on {data}, {result.images:,} images",
         ("", ">top-1", ">top-5", ">agreement", ">mean KL"),
-        [*rows, row_of("masked" if masks is not None else "model", result)],
+        [*rows, *(row_of("masked" if len(read) == 1 else name, one) for name, one in results.items())],
     )
 
 
