@@ -37,7 +37,7 @@ def test_the_demo_shows_what_learning_is_worth_and_writes_its_files(halve, tmp_p
     assert top1["random"] < top1["magnitude"] < top1["magnitude, recalibrated"] < top1["learned"]
     assert top1["none (dense)"] > 40
     gained = float(
-        re.search(r"recalibrated magnitude: \+([0-9.]+) points of top-1, \+[0-9.]+ of agreement", result.out)[1]
+        re.search(r"recalibrated magnitude: \+([0-9.]+) points of top-1, [+-][0-9.]+ of agreement", result.out)[1]
     )
     assert gained == pytest.approx(top1["learned"] - top1["magnitude, recalibrated"], abs=0.06)
     assert "verify: all masks legal, weights unchanged" in result.out
