@@ -77,9 +77,8 @@ def test_the_picture_is_well_formed():
 
 
 def test_every_command_that_a_page_shows_exists():
-    from halve.cli.app import app
+    from halve.cli.app import COMMANDS
 
-    commands = {command.callback.__name__ for command in app.registered_commands}
     for page in PAGES:
         shown = set(re.findall(r"^\s*halve (\w+)\s", (ROOT / page).read_text(), re.M))
-        assert shown <= commands
+        assert shown <= COMMANDS.keys()

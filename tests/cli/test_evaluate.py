@@ -30,6 +30,25 @@ def test_evaluate_compares_masks_with_the_dense_model(halve, net, masks):
     assert [line.split()[0] for line in out.splitlines()[2:]] == ["dense", "masked"]
 
 
+def test_several_mask_files_are_compared_in_one_table(halve, net, masks, folder):
+    halve("prune", *net, "--score", "random", "--out", "random.masks.safetensors")
+    arguments = ("evaluate", *net, "--data", "photos", "--masks", masks, "--masks", "random.masks.safetensors")
+    result = halve(*arguments)
+    assert [line.split()[0] for line in result.out.splitlines()[2:]] == ["dense", masks, "random.masks.safetensors"]
+    found = halve(*arguments, "--json").json
+    assert [one["masks"] for one in found] == [masks, "random.masks.safetensors"]
+    for one in found:
+        alone = halve("evaluate", *net, "--data", "photos", "--masks", one["masks"], "--json").json
+        assert one == {"masks": one["masks"]} | alone
+    assert found[0]["kl"] != found[1]["kl"]
+
+
+def test_a_mask_file_that_cannot_be_read_is_noticed_before_the_others_are_measured(halve, net, masks):
+    result = halve("evaluate", *net, "--data", "photos", "--masks", masks, "--masks", "nothing", code=2)
+    assert "nothing" in result.err
+    assert "images" not in result.err
+
+
 def test_evaluate_gives_the_same_numbers_for_any_batch_and_for_the_applied_checkpoint(halve, net, masks):
     arguments = ("--data", "photos", "--json")
     halve("apply", *net, "--masks", masks, "--out", "sparse.safetensors")

@@ -35,6 +35,7 @@ WRITES = [
     (("prune", *NET, "--data", "photos"), "--out", ("zoo.py", "net.safetensors", PHOTO)),
     (APPLY, "--out", MASKED),
     (("pack", *APPLY[1:]), "--out", MASKED),
+    (("recalibrate", *APPLY[1:], "--data", "photos"), "--out", (*MASKED, PHOTO)),
     (("compile", *APPLY[1:], "--size", "16"), "--out", MASKED),
     (("bench", *APPLY[1:], "--size", "16", "--batch", "1", "--systems", "eager"), "--out", MASKED),
     (("unpack", "net.packed.safetensors"), "--out", ("net.packed.safetensors",)),

@@ -20,6 +20,7 @@ COMMANDS = {  # and the files that they are in
     "select": "select",
     "prune": "prune",
     "learn": "learn",
+    "recalibrate": "recalibrate",
     "apply": "masks",
     "verify": "verify",
     "evaluate": "evaluate",

@@ -23,7 +23,7 @@ def _count(value: float | None) -> str:
 def evaluate(
     model: o.Model,
     data: o.DataPath,
-    masks: o.OptionalMasks = None,
+    masks: o.MaskFiles = None,
     weights: o.Weights = None,
     task: Annotated[
         str | None, typer.Option(help=f"What the outputs are: {', '.join(get_args(Task))} (default: told from them).")
@@ -43,23 +43,31 @@ def evaluate(
 ) -> None:
     """Measure accuracy and, with masks, agreement with the dense model.
 
+    Several mask files are compared in one table.
+
     \b
     halve evaluate zoo.py:net --weights net.safetensors --masks net.masks.safetensors --data photos/
     """
     opened = o.open_model(model, weights, device, size, resize, mean, std)
     lists = {"lists": True} if task == "detection" else {}
     source = opened.data(data, batch=batch, workers=workers, limit=images, classes_file=classes, **lists)
-    result = halve.evaluate(
-        opened.model,
-        halve.load(masks) if masks is not None else None,
-        source.loader,
-        task=task,  # type: ignore[arg-type]
-        classes=source.classes,
-        min_score=min_score,
-        progress=progress.track,
-        on_changed=on_changed,  # type: ignore[arg-type]
-    )
-    if masks is None and result.top1 is None:
+    # all of them, before anything takes long
+    read: dict[str, halve.MaskSet | None] = {str(path): halve.load(path) for path in masks or ()}
+    results = {
+        name: halve.evaluate(
+            opened.model,
+            one,
+            source.loader,
+            task=task,  # type: ignore[arg-type]
+            classes=source.classes,
+            min_score=min_score,
+            progress=progress.track,
+            on_changed=on_changed,  # type: ignore[arg-type]
+        )
+        for name, one in (read or {"model": None}).items()
+    }
+    result = next(iter(results.values()))
+    if not read and result.top1 is None:
         raise DataError(f"nothing to measure: {data} has no labels, and there are no --masks to compare")
     of_images = result.task == "classification" and result.outputs is not None
     if of_images and source.classes is None and 0 < len(source.class_names) < (result.outputs or 0):
@@ -68,15 +76,16 @@ def evaluate(
             f"class i counts as output i, unless --classes FILE maps them"
         )
     if json:
-        show.as_json(result.as_json())
+        listed = [{"masks": name} | one.as_json() for name, one in results.items()]
+        show.as_json(listed if len(listed) > 1 else result.as_json())
         return
     if result.task == "detection" and result.boxes == result.dense_boxes == 0:
         show.note("note: neither network returned a box" + (f" with a score of {min_score} or more" * (min_score > 0)))
-    rows = [row_of("dense", result, dense=True)] if masks is not None else []
+    rows = [row_of("dense", result, dense=True)] if read else []
     show.table(
         f"{model} on {data}, {result.images:,} images",
         ("", *(f">{column}" for column in COLUMNS[result.task])),
-        [*rows, row_of("masked" if masks is not None else "model", result)],
+        [*rows, *(row_of("masked" if len(read) == 1 else name, one) for name, one in results.items())],
     )
 
 

@@ -20,12 +20,21 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help=f"{FORMS}.")]
 Weights = Annotated[Path | None, typer.Option(help="Checkpoint for MODEL: .safetensors, .pth, or packed by halve.")]
 Masks = Annotated[Path, typer.Option(help="Mask file, as written by 'halve learn' or 'halve prune'.")]
 OptionalMasks = Annotated[Path | None, typer.Option(help="Mask file, as written by 'halve learn' or 'halve prune'.")]
-DataPath = Annotated[str, typer.Option("--data", help="Image folder, .tar, 'shard-{000..003}.tar', or 'digits'.")]
+MaskFiles = Annotated[
+    list[Path] | None,
+    typer.Option("--masks", help="Mask file, as written by 'halve learn' or 'halve prune'. Repeatable, to compare."),
+]
+DataPath = Annotated[
+    str, typer.Option("--data", help="Image folder, .tar, 'shard-{000..003}.tar', 'digits' or 'letters'.")
+]
 OptionalData = Annotated[
-    str | None, typer.Option("--data", help="Image folder, .tar, 'shard-{000..003}.tar', or 'digits'.")
+    str | None, typer.Option("--data", help="Image folder, .tar, 'shard-{000..003}.tar', 'digits' or 'letters'.")
 ]
 Out = Annotated[Path, typer.Option(help="File to write.")]
 OptionalOut = Annotated[Path | None, typer.Option(help="File to write; by default beside the checkpoint.")]
+OptionalMasksOut = Annotated[
+    Path | None, typer.Option(help="File to write (default: NAME.recalibrated.masks.safetensors beside --masks).")
+]
 Force = Annotated[
     bool,
     typer.Option(

@@ -1,4 +1,4 @@
-"""Datasets by name: image folders, WebDataset tars or the built-in digits; and how images become tensors."""
+"""Datasets by name: image folders, WebDataset tars, built-in digits and letters; and how images become tensors."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -76,10 +76,10 @@ def load_data(
     relabel: bool = False,
     lists: bool = False,
 ) -> Data:
-    """Load images from a folder, from tars, or the built-in digits.
+    """Load images from a folder, from tars, or the built-in digits and letters.
 
     Args:
-        where: A folder, a .tar, "shard-{000..003}.tar", "digits", "digits:train" or "digits:test".
+        where: A folder, a .tar, "shard-{000..003}.tar", "digits" or "letters", also with ":train" or ":test" (default).
         preprocess: Turns an image into a tensor. Default: `Preprocessing()`.
         batch_size: Images per batch. Default: 64.
         limit: Use only this many images, sampled at random (default: all).
@@ -95,12 +95,16 @@ def load_data(
             f"batch size and limit must be at least 1 and workers at least 0; got {batch_size}, {limit} and {workers}"
         )
     if not where:
-        raise DataError("no images given: name a folder, a .tar, or 'digits'")
+        raise DataError("no images given: name a folder, a .tar, 'digits' or 'letters'")
     dataset: Dataset[Any]
     if where == "digits" or where.startswith("digits:"):
         from halve.sources.digits import digits
 
         dataset, names = digits(where.partition(":")[2] or "test"), tuple("0123456789")
+    elif where == "letters" or where.startswith("letters:"):
+        from halve.sources.letters import NAMES, letters
+
+        dataset, names = letters(where.partition(":")[2] or "test"), NAMES
     else:
         pictures, found = find_pictures(where)
         dataset, names = Pictures(pictures, found, preprocess or Preprocessing()), tuple(found)
