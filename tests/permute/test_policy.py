@@ -10,7 +10,8 @@ from tests.tiny import convnet, images, loader
 @pytest.mark.parametrize(
     ("given", "asked", "minutes", "expected"),
     [
-        (None, True, 0.1, 120.0),
+        (None, True, 0.1, 1.5),
+        (None, True, None, 120.0),
         (None, False, 0.1, 1.5),
         (None, False, 60.0, 120.0),
         (None, False, None, 30.0),
@@ -20,6 +21,11 @@ from tests.tiny import convnet, images, loader
 )
 def test_a_search_that_nobody_asked_for_is_short(given, asked, minutes, expected):
     assert search_seconds(given, asked, minutes) == expected
+
+
+def test_a_search_as_long_as_the_whole_call_is_refused():
+    with pytest.raises(OptionError, match="permute_seconds=60 leaves no time to learn: the call takes 60 seconds"):
+        halve.learn(convnet(), loader(), minutes=1, permute_seconds=60)
 
 
 @pytest.mark.parametrize("seconds", [-1, "5", float("nan")])

@@ -52,5 +52,8 @@ def _options(
 
 
 show.know_options(
-    flag for command in typer.main.get_group(app).commands.values() for option in command.params for flag in option.opts
+    flag
+    for command in typer.main.get_group(app).commands.values()
+    for option in command.params
+    for flag in (*option.opts, *option.secondary_opts)
 )

@@ -58,6 +58,8 @@ def as_options(text: str) -> str:
     >>> import halve.cli.app
     >>> as_options("classifier head (also='fc' masks it); classes= maps labels, max_drop=0.01 or resume=True")
     'classifier head (--also fc masks it); --classes maps labels, --max-drop 0.01 or --resume'
+    >>> as_options("permute=False or validation=False")
+    '--no-permute or --validation none'
     """
     if not _option_names:
         return text
@@ -65,6 +67,8 @@ def as_options(text: str) -> str:
     def option(match: re.Match[str]) -> str:
         value = match["quoted"] or match["bare"] or ""
         name = f"--{match['name'].replace('_', '-')}"
+        if value == "False":
+            return f"--no-{name[2:]}" if f"no_{match['name']}" in _option_names else f"{name} none"
         return name if value in ("", "True") else f"{name} {value}"
 
     return re.sub(rf"\b(?P<name>{'|'.join(_option_names)})=(?:'(?P<quoted>[^']*)'|(?P<bare>[\w.-]+))?", option, text)

@@ -19,7 +19,7 @@ from halve.masks.mask import Mask, MaskSet
 _VALIDATION = 0.02  # share of the time for the dense network on the validation images; each set of masks takes the same
 _ONE_SHOT = 0.15  # share of the time for one-shot masks
 _ONE_SHOT_INSTEAD = 0.5  # the same where there is too little time to learn anything useful
-_ONE_SHOT_SECONDS = 30.0  # for one-shot masks in runs of few steps, at most ten times as long as these steps take
+_ONE_SHOT_SECONDS = (5.0, 30.0)  # for one-shot masks in runs of few steps: as long as these take, within these limits
 _LONGEST = 300.0  # seconds: other processes wait for the first one, and give up after 10 minutes
 _LEARNED_PER_IMAGE = 16  # images learned from for each one validated on, in runs that are measured in steps
 _MARGIN = 1.25  # the last pass may take longer than an earlier one
@@ -106,8 +106,8 @@ class Plan:
         if self.steps is None:
             seconds = self.seconds or 0.0
             return min(seconds * (_ONE_SHOT if seconds >= useful else _ONE_SHOT_INSTEAD), _LONGEST)
-        learning = self.steps * self.step_seconds
-        return min(max(_ONE_SHOT * learning, min(10 * learning, _ONE_SHOT_SECONDS)), _LONGEST)
+        learning, (least, most) = self.steps * self.step_seconds, _ONE_SHOT_SECONDS
+        return min(max(_ONE_SHOT * learning, min(max(learning, least), most)), _LONGEST)
 
 
 class Comparison:

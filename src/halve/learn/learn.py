@@ -159,6 +159,10 @@ def learn(
     budget = TimeBudget(settings.budget_minutes)
     _check_options(settings, permute, max_drop, drop_data, drop_metric, precision, run_state, resume)
     seconds = search_seconds(permute_seconds, bool(permute), settings.budget_minutes)
+    if budget.seconds is not None and seconds >= budget.seconds:
+        raise OptionError(
+            f"permute_seconds={seconds:g} leaves no time to learn: the call takes {budget.seconds:g} seconds"
+        )
 
     # select
     layers = select_layers(model, selection)
