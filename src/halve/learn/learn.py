@@ -146,7 +146,7 @@ def learn(
 
     Raises:
         LearningError: The loss became NaN or infinite, `max_drop` could not be met, or something failed after the first
-            step, such as the data or `report`; its `masks` are those learned so far.
+            step, such as the data, `report` or the validation; its `masks` are those learned so far.
 
     >>> import halve
     >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
@@ -191,8 +191,9 @@ def learn(
     recipe = {"method": "learn", **settings.described(), "preset": preset, "blocks": blocks}
     recipe |= {"selection": plain_options(selection), **orders.recipe(), **origin_of(model)}
 
-    def complete(found: Mapping[str, Mask], **more: Any) -> MaskSet:
-        return _complete(found, layers, orders, recipe | more)
+    def complete(found: Mapping[str, Mask], quality: Mapping[str, Any] | None = None) -> MaskSet:
+        facts = {"quality": quality or {"unknown": "not measured"}, "seconds": round(budget.spent, 1)}
+        return _complete(found, layers, orders, recipe | facts)
 
     comparison = Comparison(
         Validation(learner, split, settings) if split.source else None,
@@ -217,7 +218,7 @@ def learn(
     verdict = _verdict(comparison, learned, processes, complete)
     if processes.is_main:
         verdict.warn()
-    masks = complete(verdict.masks, **verdict.recipe(), seconds=round(budget.spent, 1))
+    masks = complete(verdict.masks, verdict.quality())
     if max_drop is not None:
         masks = _within_budget(inputs, masks, max_drop, drop_data, drop_metric)
         masks = processes.broadcast(comparison.judged(masks) if processes.is_main else masks)
