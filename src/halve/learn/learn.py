@@ -150,9 +150,11 @@ def learn(
 
     >>> import halve
     >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
-    >>> masks = halve.learn(model, torch.randn(128, 8), steps=20)
+    >>> masks = halve.learn(model, torch.randn(128, 8), steps=20, fallback=False)
     >>> masks
     MaskSet(1 layer, 128 weights, 50.0 % kept)
+    >>> masks.recipe["quality"]["images"]
+    8
     """
     selection, given = split_options({**preset_options(preset), **options})
     settings = Settings.of(given)
@@ -216,9 +218,9 @@ def learn(
         raise LearningError(outcome.error, _kept(sampler, settings, complete)) from outcome.cause
     learned = sampler.masks(settings.final, settings.seed)
     verdict = _verdict(comparison, learned, processes, complete)
+    masks = complete(verdict.masks, verdict.quality())
     if processes.is_main:
         verdict.warn()
-    masks = complete(verdict.masks, verdict.quality())
     if max_drop is not None:
         masks = _within_budget(inputs, masks, max_drop, drop_data, drop_metric)
         masks = processes.broadcast(comparison.judged(masks) if processes.is_main else masks)
