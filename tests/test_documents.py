@@ -28,6 +28,7 @@ WITHOUT_EXAMPLES = [
 
 @pytest.mark.parametrize("page", PAGES)
 @pytest.mark.filterwarnings("ignore::halve.errors.ChangedWeightsWarning", "ignore::halve.errors.EngineWarning")
+@pytest.mark.filterwarnings("ignore:the learned masks are worse")  # after so few steps
 def test_the_python_examples_of_a_page_run_in_order_and_print_what_is_shown(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     blocks = re.findall(r"```python\n(.*?)```(?:\s*```text\n(.*?)```)?", (ROOT / page).read_text(), re.S)

@@ -66,7 +66,7 @@ class LearningError(HalveError, RuntimeError):
 
 
 class LearningWarning(UserWarning):
-    """Learning ended early, or is not reproducible bit for bit."""
+    """Learning ended early, has masks of unknown or little use, or is not reproducible bit for bit."""
 
 
 class ChannelOrderWarning(UserWarning):

@@ -53,6 +53,7 @@ def test_messages_of_the_library_name_the_options_of_the_command_line():
     assert show.as_options("run_state= or resume=True; match='outputs+features', lr=0.1") == (
         "--run-state or --resume; --match outputs+features, --lr 0.1"
     )
+    assert show.as_options("fallback=False, validation=False") == "--no-fallback, --validation none"
     assert show.as_options("pass example= or forward=") == "pass example= or forward="
 
 

@@ -46,6 +46,12 @@ def test_two_images_with_two_labels_in_a_list_are_not_taken_for_a_list_of_two():
     assert (one.shape, label.tolist()) == ((1, 4, 8, 8), [1])
 
 
+def test_images_are_counted_and_not_what_comes_before_them():
+    batch = {"names": ["first"], "scale": torch.tensor(2.0), "image": images(6)}
+    assert images_in(batch) == 6
+    assert len(part_of(batch, 4, 6)["image"]) == 2
+
+
 def test_what_cannot_be_cut_counts_as_one_image_and_stays_whole():
     batch = object()
     assert (length_of(batch), images_in(batch)) == (0, 1)

@@ -44,7 +44,6 @@ def test_masks_that_are_worse_than_one_shot_masks_are_replaced_by_them_and_the_u
         masks = validated(**RANDOM)
     quality = masks.recipe["quality"]
     assert kl_of(masks, held) < kl_of(learned, held)
-    assert masks == halve.prune(network(), quality["returned"], hold_back(loader(128)).data)
     assert quality["returned"] == quality["one_shot"]["score"] in str(told[0].message)
     assert quality["kl"] == quality["one_shot"]["kl"] == pytest.approx(kl_of(masks, held), abs=1e-5)
     assert quality["learned"]["kl"] == pytest.approx(kl_of(learned, held), abs=1e-4)
@@ -230,15 +229,13 @@ def test_validation_images_that_are_broken_are_told_before_the_first_step():
 
 
 def test_a_plan_bounds_what_is_done_besides_learning():
-    minutes = Plan(None, 200.0, step_seconds=0.1, step_images=64)
-    assert minutes.for_validation() == (512, 4.0)
-    assert minutes.for_one_shot() == 30.0
-    assert Plan(None, 200.0, step_seconds=20, step_images=64).for_one_shot() == 100.0  # learning would not come to much
-    assert Plan(None, 1e6, step_seconds=0.1, step_images=64).for_one_shot() == 300.0
+    assert Plan(None, 200.0, 0.5, 64).for_validation() == (512, 4.0)
+    assert [Plan(None, 200.0, each, 64).for_one_shot() for each in (20, 0.5, 0.1)] == [100.0, 30.0, 10.0]
+    assert Plan(None, 1e6, 0.1, 64).for_one_shot() == 300.0
     few, many = Plan(2, None, 0.5, 64), Plan(10_000, None, 0.5, 64)
     assert few.for_validation() == (64, math.inf)
     assert many.for_validation() == (512, math.inf)
-    assert (few.for_one_shot(), many.for_one_shot()) == (10.0, 300.0)
+    assert [Plan(steps, None, 0.5, 64).for_one_shot() for steps in (2, 20, 200, 800, 10_000)] == [5, 10, 30, 60, 250]
 
 
 def test_labels_are_not_needed_where_dicts_are_batches():

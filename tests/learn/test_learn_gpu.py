@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 import halve
-from halve.errors import LearningError, LearningWarning, ModelError
+from halve.errors import FileError, LearningError, LearningWarning, ModelError
 from halve.sources.digits import digits, train_digits
 from tests.tiny import convnet, images, interrupting, labels, loader
 from tests.untouched import untouched
@@ -11,6 +11,7 @@ from tests.untouched import untouched
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
+    pytest.mark.filterwarnings("ignore:the quality of the masks will be unknown"),  # of so few images
 ]
 
 
@@ -73,8 +74,16 @@ def test_an_interrupted_run_goes_on(tmp_path):
 def test_a_run_that_began_on_a_gpu_goes_on_on_a_cpu(tmp_path):
     path = tmp_path / "run"
     with pytest.warns(LearningWarning, match="interrupted"):
-        halve.learn(convnet().cuda(), loader(), steps=20, run_state=path, report=interrupting(10))
+        halve.learn(convnet().cuda(), loader(), steps=20, run_state=path, report=interrupting(10), precision="float32")
     assert halve.learn(convnet(), loader(), steps=20, run_state=path, resume=True).recipe["steps_done"] == 20
+
+
+def test_a_run_in_bfloat16_does_not_go_on_in_float32(tmp_path):
+    path = tmp_path / "run"
+    with pytest.warns(LearningWarning, match="interrupted"):
+        halve.learn(convnet().cuda(), loader(), steps=20, run_state=path, report=interrupting(10))
+    with pytest.raises(FileError, match=r"precision \(bfloat16 there, float32 here\)"):
+        halve.learn(convnet(), loader(), steps=20, run_state=path, resume=True)
 
 
 class Wide(nn.Module):

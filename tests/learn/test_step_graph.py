@@ -8,6 +8,8 @@ from halve.learn.step_graph import StepGraph
 from tests.learn.test_learner import a_learner
 from tests.tiny import convnet, images, loader
 
+pytestmark = pytest.mark.filterwarnings("ignore:the quality of the masks will be unknown")  # of so few images
+
 
 def gpu(test):
     """Runs where there is a GPU."""

@@ -224,7 +224,7 @@ def test_without_an_example_there_is_no_structure():
 def test_learning_in_permuted_order():
     model, images = tiny.convnet(), tiny.images()
     with untouched(model):
-        masks = halve.learn(model, images, steps=3, permute=True)
+        masks = tiny.learn(model, images, steps=3, permute=True)
     assert masks["3"].layout.channel_order is not None
     assert masks.recipe["permute"]["layers"] == 1
     moved = halve.apply(model, masks, permute=True)
@@ -234,20 +234,20 @@ def test_learning_in_permuted_order():
 
 def test_learning_goes_on_in_the_order_of_the_masks_to_start_from(small):
     model, images, start = small
-    masks = halve.learn(model, images, steps=1, lr=1e-9, start=start)
+    masks = tiny.learn(model, images, steps=1, lr=1e-9, start=start, permute=None)
     assert masks.moves == start.moves
     assert [mask.layout for mask in masks.values()] == [mask.layout for mask in start.values()]
     assert masks.difference(start) < 0.2
     with pytest.raises(OptionError, match="bring their own channel orders"):
-        halve.learn(model, images, steps=1, start=start, permute=True)
+        tiny.learn(model, images, steps=1, start=start, permute=True)
 
 
 def test_a_run_in_another_order_is_not_resumed(tmp_path):
     model, images = tiny.convnet(), tiny.images()
     state = tmp_path / "x.learning.safetensors"
-    halve.learn(model, images, steps=2, run_state=state, save_every=0.0, permute=False)
+    tiny.learn(model, images, steps=2, run_state=state, save_every=0.0)
     with pytest.raises(halve.HalveError, match=r"another run: layers\.3"):
-        halve.learn(model, images, steps=2, run_state=state, resume=True, permute=True)
+        tiny.learn(model, images, steps=2, run_state=state, resume=True, permute=True)
 
 
 def test_layers_left_dense_keep_the_moves(small):
@@ -377,16 +377,16 @@ def test_moves_without_the_order_are_refused(permuted):
 def test_a_run_that_is_resumed_goes_on_in_the_order_that_was_found(tmp_path, monkeypatch):
     model, images = tiny.convnet(), tiny.images()
     options = {"run_state": tmp_path / "run", "save_every": 0.0, "permute": True}
-    whole = halve.learn(model, images, steps=6, **(options | {"run_state": tmp_path / "whole"}))
+    whole = tiny.learn(model, images, steps=6, **(options | {"run_state": tmp_path / "whole"}))
 
     def interrupt(event):
         if getattr(event, "step", 0) == 3:
             raise KeyboardInterrupt
 
     with pytest.warns(LearningWarning, match="interrupted"):
-        halve.learn(model, images, steps=6, report=interrupt, **options)
+        tiny.learn(model, images, steps=6, report=interrupt, **options)
     monkeypatch.setattr(initialization, "permute", None)  # nobody searches again
-    assert halve.learn(model, images, steps=6, resume=True, **options) == whole
+    assert tiny.learn(model, images, steps=6, resume=True, **options) == whole
 
 
 def test_time_is_kept_also_where_one_pass_would_take_longer():
@@ -459,7 +459,7 @@ def test_masks_that_are_already_applied_are_refused_where_the_dense_model_is_nee
     with warnings.catch_warnings(action="ignore"):
         applied = [halve.apply(model, masks), halve.apply(model, masks, permute=False)]
     for sparse in applied:
-        for call in (halve.evaluate, halve.recalibrate, lambda m, k, d: halve.learn(m, d, start=k, steps=1)):
+        for call in (halve.evaluate, halve.recalibrate, lambda m, k, d: tiny.learn(m, d, start=k, steps=1)):
             with pytest.raises(MaskError, match=r"already applied.*pass the dense model"):
                 call(sparse, masks, x)
 

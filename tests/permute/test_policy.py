@@ -12,7 +12,8 @@ from tests.tiny import convnet, images, loader
 @pytest.mark.parametrize(
     ("given", "asked", "minutes", "steps", "expected"),
     [
-        (None, True, 0.1, None, 120.0),
+        (None, True, 0.1, None, 1.5),
+        (None, True, None, None, 120.0),
         (None, False, 0.1, None, 1.5),
         (None, False, 60.0, None, 120.0),
         (None, False, None, None, 30.0),
@@ -31,6 +32,11 @@ def test_two_steps_do_not_wait_for_a_search_that_would_take_long():
     summary = halve.learn(model.eval(), torch.randn(8, 768), steps=2).recipe["permute"]
     assert not summary["finished"]
     assert summary["seconds"] < 10  # 0.5, and capturing the network
+
+
+def test_a_search_as_long_as_the_whole_call_is_refused():
+    with pytest.raises(OptionError, match="permute_seconds=60 leaves no time to learn: the call takes 60 seconds"):
+        halve.learn(convnet(), loader(), minutes=1, permute_seconds=60)
 
 
 @pytest.mark.parametrize("seconds", [-1, "5", float("nan")])

@@ -136,7 +136,9 @@ def learn(
         finished = masks.with_recipe(source=opened.source.spec, weights=opened.source.weights, data=data)
         output.write(lambda path: finished.save(path, force=force))
         if interrupted:
-            show.note(f"{path} holds the masks learned so far; the same command with --resume continues from {state}")
+            learned = masks.recipe["quality"].get("returned", "learned") == "learned"
+            held = "the masks learned so far" if learned else "one-shot masks, better than those learned so far"
+            show.note(f"{path} holds {held}; the same command with --resume continues from {state}")
         else:
             state.unlink(missing_ok=True)
             _show(masks, path, json)

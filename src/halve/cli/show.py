@@ -59,22 +59,27 @@ def as_options(text: str) -> str:
 
     >>> as_options("output head (also='fc' masks it); classes= maps labels, max_drop=0.01 or resume=True")
     'output head (--also fc masks it); --classes maps labels, --max-drop 0.01 or --resume'
+    >>> as_options("permute=False or validation=False")
+    '--no-permute or --validation none'
     """
 
     def option(match: re.Match[str]) -> str:
         value = match["quoted"] or match["bare"] or ""
         name = f"--{match['name'].replace('_', '-')}"
+        if value == "False":
+            return f"--no-{name[2:]}" if f"no_{match['name']}" in _option_names() else f"{name} none"
         return name if value in ("", "True") else f"{name} {value}"
 
-    return re.sub(rf"\b(?P<name>{_option_names()})=(?:'(?P<quoted>[^']*)'|(?P<bare>[\w.-]+))?", option, text)
+    names = "|".join(sorted(_option_names(), key=len, reverse=True))  # longer names match first
+    return re.sub(rf"\b(?P<name>{names})=(?:'(?P<quoted>[^']*)'|(?P<bare>[\w.-]+))?", option, text)
 
 
 @functools.cache
-def _option_names() -> str:
-    """The names of the options of all commands as Python spells them, as a regular expression."""
-    flags = {flag for name in COMMANDS for option in command(name).params for flag in option.opts}
-    names = {flag.removeprefix("--").replace("-", "_") for flag in flags if flag.startswith("--")}
-    return "|".join(sorted(names, key=len, reverse=True))  # longer names match first
+def _option_names() -> frozenset[str]:
+    """The names of the options of all commands, as Python spells them."""
+    options = [option for name in COMMANDS for option in command(name).params]
+    flags = {flag for option in options for flag in (*option.opts, *option.secondary_opts)}
+    return frozenset(flag.removeprefix("--").replace("-", "_") for flag in flags if flag.startswith("--"))
 
 
 def say(text: str) -> None:

@@ -6,9 +6,12 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
+from halve.batches import images_of
+from halve.errors import DataError
+
 
 def images_in(batch: Any) -> int:
-    """Number of images in a batch: the length of its first part; 1 if only the user's `forward` can read it.
+    """Number of images in a batch; 1 if that cannot be told.
 
     >>> import torch
     >>> images_in((torch.zeros(6, 3, 8, 8), torch.zeros(6))), images_in({"image": torch.zeros(4, 3, 8, 8)})
@@ -19,10 +22,12 @@ def images_in(batch: Any) -> int:
 
 def length_of(batch: Any) -> int:
     """Number of images in a batch; 0 if that cannot be told."""
-    if isinstance(batch, tuple | list) and batch:
-        return len(batch) if _is_image_list(batch) else length_of(batch[0])
-    parts = batch.values() if isinstance(batch, Mapping) else [batch]
-    return next((len(part) for part in parts if _is_sequence(part)), 0)
+    if _is_image_list(batch):
+        return len(batch)
+    try:
+        return len(images_of(batch))
+    except DataError:
+        return _length_of_first_part(batch)
 
 
 def part_of(batch: Any, start: int, stop: int) -> Any:
@@ -63,6 +68,14 @@ def _cut(batch: Any, size: int, where: slice, outermost: bool = False) -> Any:
         items = [_cut(item, size, where) for item in batch]
         return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
     return batch
+
+
+def _length_of_first_part(batch: Any) -> int:
+    """The same for a batch that only the user's `forward` understands."""
+    if isinstance(batch, tuple | list) and batch:
+        return len(batch) if _is_image_list(batch) else _length_of_first_part(batch[0])
+    parts = batch.values() if isinstance(batch, Mapping) else [batch]
+    return next((len(part) for part in parts if _is_sequence(part)), 0)
 
 
 def _is_sequence(part: Any) -> bool:

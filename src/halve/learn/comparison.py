@@ -16,9 +16,8 @@ from halve.learn.validation import Quality, Validation
 from halve.masks.mask import Mask, MaskSet
 
 _VALIDATION = 0.02  # share of the time for the dense network on the validation images; each set of masks takes the same
-_ONE_SHOT = 0.15  # share of the time for one-shot masks
-_ONE_SHOT_INSTEAD = 0.5  # the same where there is too little time to learn anything useful
-_ONE_SHOT_SECONDS = 30.0  # for one-shot masks in runs of few steps, at most ten times as long as these steps take
+_ONE_SHOT = (0.5, 0.15, 0.05)  # shares of the time for one-shot masks: where learning will come to little, well, or far
+_ONE_SHOT_SECONDS = (5.0, 30.0)  # for one-shot masks in runs of few steps: as long as these take, within these limits
 _LONGEST = 300.0  # seconds: other processes wait for the first one, and give up after 10 minutes
 _LEARNED_PER_IMAGE = 16  # images learned from for each one validated on, in runs that are measured in steps
 _MARGIN = 1.25  # the last pass may take longer than an earlier one
@@ -57,22 +56,20 @@ class Verdict:
                 LearningWarning,
             )
 
-    def recipe(self) -> dict[str, Any]:
-        """What masks remember of the comparison."""
+    def quality(self) -> dict[str, Any]:
+        """What the recipe says of the quality of the masks."""
         if self.learned is None:
-            return {"quality": {"unknown": self.unknown}}
+            return {"unknown": self.unknown}
         returned = self.one_shot if self.one_shot is not None and self.fell_back else None
         one_shot = None if self.one_shot is None else {"score": self.one_shot.score, **self.one_shot.quality.plain()}
         return {
-            "quality": {
-                "images": self.images,
-                "source": self.source,
-                "returned": "learned" if returned is None else returned.score,
-                **(self.learned if returned is None else returned.quality).plain(),
-                "learned": self.learned.plain(),
-                "one_shot": one_shot,
-                "not_tried": dict(self.not_tried or {}),
-            }
+            "images": self.images,
+            "source": self.source,
+            "returned": "learned" if returned is None else returned.score,
+            **(self.learned if returned is None else returned.quality).plain(),
+            "learned": self.learned.plain(),
+            "one_shot": one_shot,
+            "not_tried": dict(self.not_tried or {}),
         }
 
 
@@ -99,13 +96,16 @@ class Plan:
         return min(MOST, max(TOO_FEW, self.steps * self.step_images // _LEARNED_PER_IMAGE)), math.inf
 
     def for_one_shot(self) -> float:
-        """Seconds for making one-shot masks: more of them where learning will not come to much."""
-        useful = USEFUL_STEPS * self.step_seconds
+        """Seconds for making one-shot masks: the more steps, the more surely learned masks are better."""
+        instead, beside, aside = _ONE_SHOT
         if self.steps is None:
             seconds = self.seconds or 0.0
-            return min(seconds * (_ONE_SHOT if seconds >= useful else _ONE_SHOT_INSTEAD), _LONGEST)
-        learning = self.steps * self.step_seconds
-        return min(max(_ONE_SHOT * learning, min(10 * learning, _ONE_SHOT_SECONDS)), _LONGEST)
+            steps = seconds / max(self.step_seconds, 1e-9)
+            share = instead if steps < USEFUL_STEPS else beside if steps < 10 * USEFUL_STEPS else aside
+            return min(share * seconds, _LONGEST)
+        learning, (least, most) = self.steps * self.step_seconds, _ONE_SHOT_SECONDS
+        share = beside if self.steps < 10 * USEFUL_STEPS else aside
+        return min(max(share * learning, min(max(learning, least), most)), _LONGEST)
 
 
 class Comparison:

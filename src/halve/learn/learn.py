@@ -150,13 +150,15 @@ def learn(
 
     Raises:
         LearningError: The loss became NaN or infinite, `max_drop` could not be met, or something failed after the first
-            step, such as the data or `report`; its `masks` are those learned so far.
+            step, such as the data, `report` or the validation; its `masks` are those learned so far.
 
     >>> import halve
     >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
-    >>> masks = halve.learn(model, torch.randn(128, 8), steps=20)
+    >>> masks = halve.learn(model, torch.randn(128, 8), steps=20, fallback=False)
     >>> masks
     MaskSet(1 layer, 128 weights, 50.0 % kept)
+    >>> masks.recipe["quality"]["images"]
+    8
     """
     model = unwrapped(model)
     selection, given = split_options({**preset_options(preset), **options})
@@ -164,6 +166,10 @@ def learn(
     budget = TimeBudget(settings.budget_minutes)
     _check_options(settings, permute, max_drop, drop_data, drop_metric, precision, run_state, resume)
     seconds = search_seconds(permute_seconds, bool(permute), settings.budget_minutes, settings.steps)
+    if budget.seconds is not None and seconds >= budget.seconds:
+        raise OptionError(
+            f"permute_seconds={seconds:g} leaves no time to learn: the call takes {budget.seconds:g} seconds"
+        )
 
     # select
     split = _split(data, validation, settings.seed)
@@ -193,8 +199,9 @@ def learn(
     recipe |= {"selection": plain_options(selection), "not_masked": dict(layers.not_masked)}
     recipe |= {**orders.recipe(), **origin_of(model)}
 
-    def complete(found: Mapping[str, Mask], **more: Any) -> MaskSet:
-        return with_digests(_complete(found, layers, orders, recipe | more), model)
+    def complete(found: Mapping[str, Mask], quality: Mapping[str, Any] | None = None) -> MaskSet:
+        facts = {"quality": quality or {"unknown": "not measured"}, "seconds": round(budget.spent, 1)}
+        return with_digests(_complete(found, layers, orders, recipe | facts), model)
 
     comparison = Comparison(
         Validation(learner, split, settings) if split.source else None,
@@ -217,9 +224,9 @@ def learn(
         raise LearningError(outcome.error, _kept(sampler, settings, complete)) from outcome.cause
     learned = sampler.masks(settings.final, settings.seed)
     verdict = _verdict(comparison, learned, processes, complete)
+    masks = complete(verdict.masks, verdict.quality())
     if processes.is_main:
         verdict.warn()
-    masks = complete(verdict.masks, **verdict.recipe(), seconds=round(budget.spent, 1))
     if max_drop is not None:
         masks = _within_budget(inputs, masks, max_drop, drop_data, drop_metric)
         masks = processes.broadcast(comparison.judged(masks) if processes.is_main else masks)
