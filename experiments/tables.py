@@ -90,7 +90,8 @@ def headline() -> str:
 
 
 def _networks() -> str:
-    return " and ".join(dict.fromkeys(name_of(network) for network, _ in networks_and_batches()))
+    *others, last = dict.fromkeys(name_of(network) for network, _ in networks_and_batches())
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 def accuracy_brief() -> str:

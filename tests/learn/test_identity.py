@@ -124,7 +124,11 @@ def test_data_that_only_seems_to_be_other_data_is_a_warning_that_names_it(tmp_pa
     assert masks.recipe["steps_done"] == 4
 
 
-@pytest.mark.parametrize("make", [loader, random_images, Stream, lambda: images(24), lambda: [images(12)] * 2], ids=str)
+@pytest.mark.parametrize(
+    "make",
+    [loader, random_images, Stream, lambda: images(24), lambda: [images(12)] * 2],
+    ids=["loader", "random images", "stream", "tensor", "list"],
+)
 def test_the_same_data_is_resumed_without_a_word_also_if_it_is_shuffled_or_transformed_at_random(tmp_path, make):
     torch.manual_seed(1)
     started(tmp_path / "run", data=make())

@@ -271,7 +271,7 @@ def test_slow_checks_take_a_bounded_share_of_the_time():
     """512 validation images alone would take five seconds for each set of masks."""
     data, started = DataLoader(TensorDataset(images(10_240)), 4), time.perf_counter()
     with pytest.warns(LearningWarning, match="the time is enough for about"):
-        masks = learn(Slow(), data, minutes=0.05, validation=None)
+        masks = learn(Slow(), data, minutes=0.05, validation=None, fallback=False)
     assert time.perf_counter() - started < 1.15 * 3 + 0.5
     assert masks.recipe["quality"]["images"] == 8
 

@@ -252,7 +252,7 @@ class Loop:
         self.reporter.send(Estimate(self.step_seconds, max(total, 0.0), peak, self.steps))
 
     def _foresee(self) -> None:
-        """Warn once if the time is too short for learning to be of use."""
+        """Warn once if the time is too short for learning to get far."""
         if self.foreseen or self.learning_seconds is None or self.fraction < min(1.0, self._foreseeable()):
             return
         self.foreseen = True
@@ -264,8 +264,8 @@ class Loop:
         rest = (self.budget.seconds or 0) - self.learning_seconds
         minutes = math.ceil((rest + USEFUL_STEPS * per_step) / 6) / 10
         warn(
-            f"the time is enough for about {expected} steps, and learning takes at least {USEFUL_STEPS} to be of use: "
-            f"minutes={minutes:g} or more, smaller batches, or a faster device",
+            f"the time is enough for about {expected} steps, and masks get much better up to {USEFUL_STEPS} and more: "
+            f"pass minutes={minutes:g} or more, smaller batches, or use a faster device",
             LearningWarning,
         )
 
