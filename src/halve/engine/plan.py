@@ -260,20 +260,22 @@ def _time_layer(
 def _measured(layer: Layer, inputs: list[Tensor], kernels: list[Kernel], device: torch.device) -> dict[Kernel, float]:
     """Milliseconds of each kernel; infinite if it does not support this shape or its result is wrong.
 
-    Kernels that failed for a temporary reason (no compiler, out of memory) are omitted.
+    Inputs are converted to the layout of the kernel beforehand: neighbouring layers usually share it, and the times of
+    whole networks include it. Kernels that failed for a temporary reason (no compiler, out of memory) are omitted.
     """
     expected = layer.run(inputs, FALLBACK)
     tolerance = _TOLERANCE.get(layer.dtype, 1e-3)
     calls, retry_later = {}, set()
     for kernel in kernels:
+        given = [family_of(kernel).reads.of(x, layer.operation.channel_dim) for x in inputs]
         try:
-            got = layer.run(inputs, kernel)
+            got = layer.run(given, kernel)
         except (RuntimeError, ValueError) as error:
             if isinstance(error, EngineError | torch.OutOfMemoryError) or "ALLOC" in str(error):
                 retry_later.add(kernel)
             continue
         if relative_error(got, expected) <= tolerance:
-            calls[str(kernel)] = lambda kernel=kernel: layer.run(inputs, kernel)
+            calls[str(kernel)] = lambda kernel=kernel, given=given: layer.run(given, kernel)
     times = measure(calls, device)
     return {kernel: times.get(str(kernel), float("inf")) for kernel in kernels if kernel not in retry_later}
 

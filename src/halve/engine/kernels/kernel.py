@@ -8,11 +8,12 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
+from halve.engine.kernels.planes import empty_planes, to_planes
 from halve.engine.operations import Operation, Tensors
 
 
@@ -21,12 +22,23 @@ class Layout(enum.Enum):
 
     ANY = "any"
     NHWC = "channels last"
+    PLANES = "planes"  # see `planes.py`
 
-    def of(self, x: Tensor) -> Tensor:
+    def of(self, x: Tensor, channel_dim: int = 1) -> Tensor:
         """Convert a tensor to this layout."""
-        if self is Layout.NHWC and x.dim() == 4:
+        if self is Layout.PLANES:
+            return to_planes(x, channel_dim)
+        if self is Layout.NHWC and x.dim() == 4 and channel_dim == 1:
             return x.contiguous(memory_format=torch.channels_last)
         return x
+
+    def empty(self, shape: Sequence[Any], channel_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An uninitialised tensor in this layout."""
+        if self is Layout.PLANES:
+            return empty_planes(shape, channel_dim, dtype, device)
+        if self is Layout.NHWC and len(shape) == 4 and channel_dim == 1:
+            return torch.empty(tuple(shape), dtype=dtype, device=device, memory_format=torch.channels_last)
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
 class Kernel(NamedTuple):
@@ -89,7 +101,4 @@ class KernelFamily(ABC):
     def fake(self, inputs: Sequence[Tensor], packed: Tensors, operation: Operation) -> Tensor:
         """An empty tensor with the shape and strides of the result."""
         x = inputs[0]
-        shape = operation.out_shape(x.shape)
-        if self.writes is Layout.NHWC and len(shape) == 4:
-            return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-        return x.new_empty(shape)
+        return self.writes.empty(operation.out_shape(x.shape), operation.channel_dim, x.dtype, x.device)

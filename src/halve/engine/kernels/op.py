@@ -29,7 +29,8 @@ def run_kernel(
 ) -> Tensor:
     chosen = _family(family)
     tensors = dict(zip(names.split(), packed, strict=True))
-    return chosen.run([chosen.reads.of(x) for x in inputs], tensors, Operation.from_json(operation), variant)
+    what = Operation.from_json(operation)
+    return chosen.run([chosen.reads.of(x, what.channel_dim) for x in inputs], tensors, what, variant)
 
 
 @run_kernel.register_fake

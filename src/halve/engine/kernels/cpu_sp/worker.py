@@ -1,0 +1,145 @@
+"""The loop that every thread runs: take the next item of work until none is left."""
+
+import ctypes
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+import numpy.typing as npt
+from torch import Tensor
+
+from halve.engine.kernels.cpu_sp import threads
+from halve.engine.kernels.cpu_sp.assembler import (
+    R8,
+    R9,
+    R10,
+    R11,
+    R12,
+    R13,
+    R14,
+    R15,
+    RAX,
+    RBP,
+    RBX,
+    RCX,
+    RDI,
+    RDX,
+    RSI,
+    Assembler,
+    Memory,
+)
+from halve.engine.kernels.cpu_sp.memory import Executable
+
+LANES = 16  # pixels in a vector
+
+FIELDS = (
+    *("counter", "items", "table", "blocks"),
+    *("x", "x_pitch", "out", "out_pitch", "residual", "residual_pitch"),
+    *("masks", "mask_bytes", "taps", "constants"),
+)
+"""What a call gives to the code, 8 bytes each. Sizes are in bytes; see `launch`."""
+
+_TWICE = np.arange(32, dtype=np.uint16) // 2  # the constants: 0, 0, 1, 1, ..
+
+
+def field(name: str) -> Memory:
+    """Where a function that the worker calls finds a field."""
+    return Memory(R15, 8 * FIELDS.index(name))
+
+
+def launch(
+    blocks: npt.NDArray[np.int64],
+    items: npt.NDArray[np.int32],
+    masks: npt.NDArray[np.uint16],
+    taps: npt.NDArray[np.int64],
+    x: Tensor,
+    out: Tensor,
+    residual: Tensor | None,
+    *,
+    workers: int,
+) -> None:
+    """Run items of work on several threads.
+
+    Args:
+        blocks: (count, 3): the address of a function, that of its weights, and its first output channel.
+        items: (count, 4): the block, the first vector of pixels and the number of vectors; the last is unused.
+        masks: (vectors, 1 + taps): the lanes that hold pixels, and those that each tap reads.
+        taps: the distance of each tap from the output's pixel, in bytes.
+        x: the input, as planes.
+        out: the output, as planes of whole vectors.
+        residual: is added to the output.
+        workers: number of threads.
+    """
+    size = x.element_size()
+    call = (ctypes.c_int64 * len(FIELDS))(
+        *(0, len(items), items.ctypes.data, blocks.ctypes.data),
+        *(x.data_ptr(), x.stride(1) * size, out.data_ptr(), out.stride(1) * size),
+        *((0, 0) if residual is None else (residual.data_ptr(), residual.stride(1) * size)),
+        *(masks.ctypes.data, masks.strides[0], taps.ctypes.data, _TWICE.ctypes.data),
+    )
+    threads.run(_worker(size).address, ctypes.addressof(call), workers)
+
+
+def spans(count: int, parts: int) -> Sequence[tuple[int, int]]:
+    """Split a range evenly: the start and the length of each part.
+
+    >>> spans(10, 3)
+    [(0, 3), (3, 3), (6, 4)]
+    """
+    bounds = [count * i // parts for i in range(parts + 1)]
+    return [(a, b - a) for a, b in zip(bounds, bounds[1:], strict=False)]
+
+
+@functools.cache
+def _worker(size: int) -> Executable:
+    """The worker for numbers of this many bytes.
+
+    A function that it calls finds: rbx, rdx, rcx: x (its first channel), out and residual (the block's first channel) at
+    the first vector; r10, r11: the pitch of x, and three times it; r12, r13: the pitch of out and residual; r8: the number
+    of vectors; r9: the masks of the first vector; r14: the taps; rbp: the weights; rax: the block's first output
+    channel; r15: the fields of the call, which it must keep.
+    """
+    saved = (RBX, RBP, R12, R13, R14, R15)
+    a = Assembler()
+    for register in saved:
+        a.push(register)
+    a.mov(R15, RDI)
+    top = len(a.code)
+    a.mov_immediate(RAX, 1)
+    a.fetch_and_add(field("counter"), RAX)
+    a.compare(RAX, field("items"))
+    done = a.jump_forward("ae")
+    a.shift_left(RAX, 4)
+    a.add(RAX, field("table"))
+    a.load_int32(RSI, Memory(RAX, 0))
+    a.load_int32(RDI, Memory(RAX, 4))
+    a.load_int32(R8, Memory(RAX, 8))
+    a.load_address(RSI, Memory(RSI, 0, RSI, 2))
+    a.shift_left(RSI, 3)
+    a.add(RSI, field("blocks"))
+    a.load(RBP, Memory(RSI, 8))
+    a.load(RAX, Memory(RSI, 16))
+    a.load(R10, field("x_pitch"))
+    a.load_address(R11, Memory(R10, 0, R10, 2))
+    a.load(R12, field("out_pitch"))
+    a.load(R13, field("residual_pitch"))
+    for pointer, pitch, name in ((RDX, R12, "out"), (RCX, R13, "residual")):
+        a.mov(pointer, RAX)
+        a.multiply(pointer, pitch)
+        a.add(pointer, field(name))
+    a.mov(R9, RDI)
+    a.multiply(R9, field("mask_bytes"))
+    a.add(R9, field("masks"))
+    a.load(RBX, field("x"))
+    a.shift_left(RDI, (size * LANES).bit_length() - 1)
+    for pointer in (RBX, RDX, RCX):
+        a.add(pointer, RDI)
+    a.load(R14, field("taps"))
+    a.call(Memory(RSI, 0))
+    a.jump_back(top)
+    a.land(done)
+    a.leave_vectors()
+    for register in reversed(saved):
+        a.pop(register)
+    a.ret()
+    return Executable(np.frombuffer(bytes(a.code), np.uint8))
