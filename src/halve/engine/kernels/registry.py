@@ -3,13 +3,14 @@
 import torch
 
 from halve.engine.kernels.cpu_sp.family import CpuDense, CpuSparse
+from halve.engine.kernels.cpu_sp.pool import CpuPool
 from halve.engine.kernels.dense.family import Dense
 from halve.engine.kernels.kernel import Kernel, KernelFamily, Piece
 from halve.engine.kernels.mma_sp.family import MmaDense, MmaSparse
 from halve.engine.kernels.pool.family import Pool
 
 FAMILIES: dict[str, KernelFamily] = {
-    family.name: family for family in (Dense(), MmaSparse(), MmaDense(), Pool(), CpuSparse(), CpuDense())
+    family.name: family for family in (Dense(), MmaSparse(), MmaDense(), Pool(), CpuSparse(), CpuDense(), CpuPool())
 }
 FALLBACK = Kernel(Dense.name, "torch")  # runs every piece on every device
 

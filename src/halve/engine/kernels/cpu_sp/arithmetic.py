@@ -18,7 +18,6 @@ from halve.engine.kernels.cpu_sp.assembler import (
     R11,
     R12,
     R13,
-    RAX,
     RCX,
     RDI,
     RDX,
@@ -90,18 +89,18 @@ class Float32(Arithmetic):
     def finish(self, a: Assembler, accumulators: Sequence[int], relu: bool) -> None:
         a.compare_zero(field("residual"))
         no_residual = a.jump_forward("e")
-        a.mov(RAX, RCX)
+        a.mov(RDI, RCX)
         for accumulator in accumulators:
-            a.add_vector(accumulator, Memory(RAX), PIXEL_MASK)
-            a.add(RAX, R13)
+            a.add_vector(accumulator, Memory(RDI), PIXEL_MASK)
+            a.add(RDI, R13)
         a.land(no_residual)
         a.clear(_ZERO)
-        a.mov(RAX, RDX)
+        a.mov(RDI, RDX)
         for accumulator in accumulators:
             if relu:
                 a.maximum(accumulator, _ZERO, accumulator)
-            a.store_vector(Memory(RAX), accumulator)
-            a.add(RAX, R12)
+            a.store_vector(Memory(RDI), accumulator)
+            a.add(RDI, R12)
 
     def operands(
         self, places: npt.NDArray[np.int64], values: npt.NDArray[np.generic]
@@ -118,16 +117,15 @@ class BFloat16(Arithmetic):
     _pairs: ClassVar[dict[tuple[int, int], int]] = {(0, 1): 4, (0, 2): 5, (1, 2): 6, (0, 3): 0, (1, 3): 1, (2, 3): 2}
 
     def begin(self, a: Assembler) -> None:
-        a.mov_immediate(RAX, -0x55555556)  # 0xaaaaaaaa
-        a.set_mask(self._odd_words, RAX)
-        a.load(RAX, field("constants"))
-        a.load_vector(self._twice, Memory(RAX))
+        a.mov_immediate(RDI, -0x55555556)  # 0xaaaaaaaa
+        a.set_mask(self._odd_words, RDI)
+        a.load(RDI, field("constants"))
+        a.load_vector(self._twice, Memory(RDI))
 
     def load_group(self, a: Assembler, width: int, kept: int) -> None:
         for channel in range(width):
             index, scale = _CHANNEL[channel]
             a.load_half(channel, Memory(RDI, 0, index, scale), TAP_MASK)
-            a.prefetch(Memory(RDI, 2 * self.vector_bytes, index, scale))
         for channel in range(width):
             a.permute_words(channel, self._twice, channel)
         if width % 2:
@@ -139,22 +137,22 @@ class BFloat16(Arithmetic):
     def finish(self, a: Assembler, accumulators: Sequence[int], relu: bool) -> None:
         a.compare_zero(field("residual"))
         no_residual = a.jump_forward("e")
-        a.mov(RAX, RCX)
+        a.mov(RDI, RCX)
         for place, accumulator in enumerate(accumulators):
             added = place % self._twice
-            a.load_widened(added, Memory(RAX), PIXEL_MASK)
+            a.load_widened(added, Memory(RDI), PIXEL_MASK)
             a.shift_lanes_left(added, added, 16)
             a.add_vectors(accumulator, accumulator, added)
-            a.add(RAX, R13)
+            a.add(RDI, R13)
         a.land(no_residual)
         a.clear(_ZERO)
-        a.mov(RAX, RDX)
+        a.mov(RDI, RDX)
         for accumulator in accumulators:
             if relu:
                 a.maximum(accumulator, _ZERO, accumulator)
             a.round_to_bfloat16(accumulator, accumulator)
-            a.store_half(Memory(RAX), accumulator)
-            a.add(RAX, R12)
+            a.store_half(Memory(RDI), accumulator)
+            a.add(RDI, R12)
 
     def operands(
         self, places: npt.NDArray[np.int64], values: npt.NDArray[np.generic]

@@ -151,6 +151,10 @@ class Assembler:
         """vbroadcastss zmm, [memory]"""
         self._evex(_MAP_0F38, _PREFIX_66, 0x18, target, 0, memory, unit=4)
 
+    def broadcast_register(self, target: int, register: int) -> None:
+        """vpbroadcastd zmm, r32"""
+        self._evex(_MAP_0F38, _PREFIX_66, 0x7C, target, 0, register)
+
     def add_vector(self, target: int, memory: Memory, mask: int) -> None:
         """vaddps zmm{mask}, zmm, [memory]"""
         self._evex(_MAP_0F, _NO_PREFIX, 0x58, target, target, memory, unit=64, mask=mask)
@@ -175,6 +179,27 @@ class Assembler:
     def clear(self, target: int) -> None:
         """vpxord zmm, zmm, zmm"""
         self._evex(_MAP_0F, _PREFIX_66, 0xEF, target, target, target)
+
+    # Vectors of numbers of 4 or 2 bytes.
+
+    def load_numbers(self, size: int, target: int, memory: Memory, mask: int) -> None:
+        """vmovdqu32 or vmovdqu16 zmm{mask}{z}, [memory]"""
+        prefix, wide = (_PREFIX_F3, False) if size == 4 else (_PREFIX_F2, True)
+        self._evex(_MAP_0F, prefix, 0x6F, target, 0, memory, unit=64, mask=mask, zero=mask != 0, wide=wide)
+
+    def store_numbers(self, size: int, memory: Memory, source: int, mask: int) -> None:
+        """vmovdqu32 or vmovdqu16 [memory]{mask}, zmm"""
+        prefix, wide = (_PREFIX_F3, False) if size == 4 else (_PREFIX_F2, True)
+        self._evex(_MAP_0F, prefix, 0x7F, source, 0, memory, unit=64, mask=mask, wide=wide)
+
+    def copy_vector(self, target: int, source: int) -> None:
+        """vmovaps zmm, zmm"""
+        self._evex(_MAP_0F, _NO_PREFIX, 0x28, target, 0, source)
+
+    def select_from_two(self, size: int, target: int, places: int, second: int) -> None:
+        """vpermt2d or vpermt2w: the numbers at these places of the target followed by the second vector"""
+        opcode, wide = (0x7E, False) if size == 4 else (0x7D, True)
+        self._evex(_MAP_0F38, _PREFIX_66, opcode, target, places, second, wide=wide)
 
     # Vectors of bfloat16.
 
@@ -216,11 +241,6 @@ class Assembler:
         base, index = memory.base, memory.index or 0
         self.code += bytes([0x40 | index >> 3 << 1 | base >> 3, 0x0F, 0x18])
         self._operand(1, memory, 1)
-
-    def prefetch_ahead(self, distance: int) -> None:
-        """prefetcht1 [rip + distance]: code, into the L2 cache"""
-        self.code += bytes([0x0F, 0x18, 0x15])
-        self._int32(distance)
 
     def prefetch_far(self, memory: Memory) -> None:
         """prefetcht1 [memory], into the L2 cache"""
@@ -273,7 +293,9 @@ class Assembler:
             x, b = (operand.index or 0) >> 3 & 1, operand.base >> 3 & 1
         else:
             x, b = operand >> 4 & 1, operand >> 3 & 1
-        self.code += _evex_prefix(opcode_map, prefix, register, second, x, b, mask=mask, zero=zero, wide=wide, half=half)
+        self.code += _evex_prefix(
+            opcode_map, prefix, register, second, x, b, mask=mask, zero=zero, wide=wide, half=half
+        )
         self.code.append(opcode)
         self._operand(register, operand, unit)
 

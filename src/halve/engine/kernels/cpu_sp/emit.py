@@ -24,6 +24,7 @@ from halve.engine.kernels.cpu_sp.assembler import (
     R9,
     R10,
     R14,
+    RAX,
     RBP,
     RBX,
     RCX,
@@ -34,12 +35,13 @@ from halve.engine.kernels.cpu_sp.assembler import (
     Bytes,
     Memory,
 )
+from halve.engine.kernels.cpu_sp.worker import field
 
 _WEIGHT = 4  # bytes that an instruction reads: a weight, or two in bfloat16
 _ALIGNMENT = 64  # of functions
 _MIDDLE = 128 * _WEIGHT  # weights are addressed from the middle of 256 of them
-_LINE = 64  # bytes of a line of the cache
-_CODE_AHEAD, _WEIGHTS_AHEAD = 4096, 2048  # bytes that are fetched before they are needed
+LINE = 64  # bytes of a line of the cache
+LINES_AHEAD = 3  # lines of code that each group fetches for the next block, see `worker.py`
 _FAR = 1 << 20  # a displacement that takes 32 bits
 
 
@@ -122,10 +124,9 @@ def _group_header(arithmetic: Arithmetic, shape: Shape) -> bytes:
     for scale in (4, 2, 1):
         if shape.width & scale:
             a.load_address(RDI, Memory(RDI, 0, R10, scale))
-    for line in range(0, len(a.code) + MULTIPLY_ADD_BYTES * weights, _LINE):
-        a.prefetch_ahead(_CODE_AHEAD + line)  # on first use, code and weights come from memory
-    for line in range(0, _WEIGHT * weights, _LINE):
-        a.prefetch_far(Memory(RSI, _WEIGHTS_AHEAD + line))
+    for line in range(LINES_AHEAD):
+        a.prefetch_far(Memory(RAX, LINE * line))
+    a.add(RAX, field("code_step"))
     return bytes(a.code)
 
 

@@ -4,10 +4,8 @@ Two families share the emitter: `cpu_sp` multiplies only the kept weights, `cpu`
 of the same kernel: it isolates the effect of sparsity, and can be the fastest kernel for layers that are not 2:4.
 """
 
-import functools
 import math
 from collections.abc import Sequence
-from importlib import resources
 
 import torch
 from torch import Tensor
@@ -15,7 +13,7 @@ from torch import Tensor
 from halve.engine.kernels.cpu_sp import features, memory
 from halve.engine.kernels.cpu_sp.packing import Packed, group_width, pack, pack_dense, packed_shapes, unpack
 from halve.engine.kernels.cpu_sp.program import ARITHMETIC, program_for
-from halve.engine.kernels.cuda import jit
+from halve.engine.kernels.cpu_sp.version import version
 from halve.engine.kernels.kernel import KernelFamily, Layout, Piece
 from halve.engine.kernels.planes import is_planes
 from halve.engine.operations import ACTIVATIONS, Convolution, Linear, Operation, Tensors
@@ -31,16 +29,10 @@ class _Cpu(KernelFamily):
 
     @property
     def version(self) -> str:
-        return _version()
+        return version()
 
     def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        if device.type != "cpu":
-            return f"our CPU kernels need a CPU, got {device.type}"
-        if dtype not in ARITHMETIC:
-            return f"our CPU kernels need float32 or bfloat16, got {dtype}"
-        if (reason := features.missing(*ARITHMETIC[dtype].flags)) is not None:
-            return f"our CPU kernels need AVX-512: {reason}"
-        return memory.unavailable()
+        return features.unavailable(device, dtype, ARITHMETIC) or memory.unavailable()
 
     def variants(self, piece: Piece, device: torch.device) -> Sequence[str]:
         operation = piece.operation
@@ -140,14 +132,8 @@ def _check(x: Tensor, residual: Tensor | None, weights: Packed, bias: Tensor | N
             )
     for name, tensor in (("input", x), ("residual", residual)):
         if tensor is not None and (tensor.dtype not in ARITHMETIC or tensor.dtype != x.dtype):
-            raise EngineError(f"the {name} is {tensor.dtype}: input, residual and weight must share float32 or bfloat16")
+            raise EngineError(
+                f"the {name} is {tensor.dtype}: input, residual and weight must share float32 or bfloat16"
+            )
         if tensor is not None and not is_planes(tensor, 1):
             raise EngineError(f"the {name} must be stored as planes, got strides {tensor.stride()}")
-
-
-@functools.cache
-def _version() -> str:
-    """A digest of the sources."""
-    folder = resources.files(__package__)
-    sources = sorted(file.name for file in folder.iterdir() if file.name.endswith(".py"))
-    return jit.digest(*((folder / name).read_text() for name in sources))

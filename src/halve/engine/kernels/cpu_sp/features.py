@@ -3,7 +3,12 @@
 import functools
 import platform
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+
+import torch
+
+from halve.engine.kernels.cpu_sp.arithmetic import Arithmetic
 
 _ASSEMBLED = ("x86_64", "AMD64")
 
@@ -20,7 +25,11 @@ def cpu_flags() -> frozenset[str]:
     return next((frozenset(line.split()) for line in text.splitlines() if line.startswith("flags")), frozenset())
 
 
-def missing(*needed: str) -> str | None:
-    """Which of these instruction sets the processor lacks, in words; None if it has all."""
-    lacking = [flag for flag in needed if flag not in cpu_flags()]
-    return f"this CPU ({platform.machine()}) has no {', '.join(lacking)}" if lacking else None
+def unavailable(device: torch.device, dtype: torch.dtype, supported: Mapping[torch.dtype, Arithmetic]) -> str | None:
+    """Why our code cannot run on this device in this dtype; None if it can."""
+    if device.type != "cpu":
+        return f"our CPU kernels need a CPU, got {device.type}"
+    if dtype not in supported:
+        return f"our CPU kernels need {' or '.join(map(str, supported))}, got {dtype}"
+    lacking = [flag for flag in supported[dtype].flags if flag not in cpu_flags()]
+    return f"our CPU kernels need AVX-512 in {dtype}: this CPU has no {', '.join(lacking)}" if lacking else None

@@ -14,8 +14,9 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from halve.engine.kernels.cpu_sp.split import split_rows
 from halve.engine.kernels.cpu_sp.worker import LANES
-from halve.engine.kernels.planes import empty_planes
+from halve.engine.kernels.planes import empty_planes, is_planes
 from halve.engine.operations import Convolution, MaxPool
 
 
@@ -48,6 +49,7 @@ class Geometry(NamedTuple):
     shifts: tuple[int, ...]  # of each tap, in pixels
     masks: npt.NDArray[np.uint16]  # (vectors, 1 + taps): the lanes that hold pixels, and the ones that each tap reads
     copies: tuple[tuple[tuple[slice, ...], tuple[slice, ...]], ...]  # per plane: where to, and where from
+    halves: "Halves | None"  # planes that can be split off quickly
 
     @property
     def vectors(self) -> int:
@@ -71,7 +73,7 @@ def geometry(window: Convolution | MaxPool, images: int, height: int, width: int
         )
     )
     taps = [(row, column) for row in rows for column in columns]
-    planes = list(dict.fromkeys((row.start, column.start) for row, column in taps))
+    planes = sorted({(row.start, column.start) for row, column in taps})
     direct = planes == [(0, 0)] and window.stride == (1, 1) and out == (height, width)
     valid = np.zeros((1 + len(taps), images, *out), bool)
     valid[0] = True
@@ -89,6 +91,7 @@ def geometry(window: Convolution | MaxPool, images: int, height: int, width: int
         tuple(row.shift * out[1] + column.shift for row, column in taps),
         np.ascontiguousarray(masks.T),
         tuple(_copy(start, window.stride, (height, width), out) for start in planes),
+        _halves(planes, window.stride, (height, width), out),
     )
 
 
@@ -108,8 +111,55 @@ def _copy(
 
 def copied_planes(x: Tensor, shape: Geometry) -> Tensor:
     """The planes of an input: (N, planes * channels, H, W) in the output's size."""
-    images, channels = x.shape[:2]
+    images, channels, height, width = x.shape
     planes = empty_planes((images, len(shape.planes) * channels, *shape.out), 1, x.dtype, x.device)
+    if shape.halves is not None and is_planes(x, 1):
+        size, out_step = x.element_size(), x.element_size() * shape.out[1]
+        rows = _rows(shape.halves, images, channels, height, width, shape.out, x.stride(1), planes.stride(1), size)
+        odd = planes.stride(1) * channels * size if shape.halves.columns > 1 else 0
+        split_rows(x, planes, rows, width, row_step=2 * size * width, out_step=out_step, odd_distance=odd)
+        return planes
     for plane, (to, source) in enumerate(shape.copies):
         planes[:, plane * channels : (plane + 1) * channels][to].copy_(x[source])
     return planes
+
+
+class Halves(NamedTuple):
+    """Planes that are even and odd rows and columns: how many of each there are, 1 or 2. The even ones come first."""
+
+    rows: int
+    columns: int
+
+
+def _halves(
+    planes: list[tuple[int, int]], stride: tuple[int, int], size: tuple[int, int], out: tuple[int, int]
+) -> Halves | None:
+    """None if planes are something else."""
+    rows, columns = (len({plane[axis] for plane in planes}) for axis in (0, 1))
+    fit = all(-(-length // 2) <= end for length, end in zip(size, out, strict=True))
+    expected = [(row, column) for row in range(rows) for column in range(columns)]
+    return Halves(rows, columns) if stride == (2, 2) and fit and sorted(planes) == expected else None
+
+
+@functools.lru_cache(64)
+def _rows(
+    halves: Halves,
+    images: int,
+    channels: int,
+    height: int,
+    width: int,
+    out: tuple[int, int],
+    pitch: int,
+    out_pitch: int,
+    size: int,
+) -> npt.NDArray[np.int64]:
+    """See `split.Rows`: for each channel, image, and even or odd rows."""
+    channel, image, half = (
+        axis.reshape(-1) for axis in np.meshgrid(*map(np.arange, (channels, images, halves.rows)), indexing="ij")
+    )
+    source = channel * pitch + image * height * width + half * width
+    plane = half * halves.columns * channels
+    target = (plane + channel) * out_pitch + image * out[0] * out[1]
+    count = (height - half + 1) // 2
+    keep = count > 0
+    return np.column_stack([size * source, size * target, count])[keep].astype(np.int64)

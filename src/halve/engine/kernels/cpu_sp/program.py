@@ -5,6 +5,7 @@ Layers with equal patterns share code. A program lives as long as the packed wei
 
 import functools
 import hashlib
+import math
 import threading
 import weakref
 
@@ -15,7 +16,7 @@ from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
 from halve.engine.kernels.cpu_sp.arithmetic import Arithmetic, BFloat16, Float32
-from halve.engine.kernels.cpu_sp.emit import Shape, emit_block
+from halve.engine.kernels.cpu_sp.emit import LINE, LINES_AHEAD, Shape, emit_block
 from halve.engine.kernels.cpu_sp.geometry import copied_planes, geometry
 from halve.engine.kernels.cpu_sp.memory import Block, Executable
 from halve.engine.kernels.cpu_sp.packing import Packed, places_of
@@ -36,7 +37,9 @@ _SMALL = 100_000  # multiply-adds that are not worth a second thread
 class Code:
     """The machine code of a layer: one function per block of rows."""
 
-    def __init__(self, arithmetic: Arithmetic, vectors: npt.NDArray[np.uint8], width: int, kept: int, relu: bool) -> None:
+    def __init__(
+        self, arithmetic: Arithmetic, vectors: npt.NDArray[np.uint8], width: int, kept: int, relu: bool
+    ) -> None:
         rows, taps, groups, products = vectors.shape
         self.bounds = row_blocks(rows, taps * groups * products, arithmetic.max_rows)
         by_row = np.ascontiguousarray(vectors.transpose(1, 2, 3, 0))
@@ -86,6 +89,7 @@ class Program:
             for part in (biases[first:end].view(np.uint32), weights[first:end].transpose(1, 2, 3, 0).reshape(-1)):
                 words[at : at + part.size] = part
                 at += part.size
+        self._group_lines = self._code.memory.size / (LINE * len(blocks) * taps * groups)
         self._blocks = np.array(blocks, np.int64)
         self._scheduled = functools.lru_cache(64)(self._schedule)
 
@@ -100,14 +104,14 @@ class Program:
         source = x if shape.direct else copied_planes(x, shape)
         out = empty_planes((images, convolution.rows, *shape.out), 1, x.dtype, x.device)
         workers = torch.get_num_threads() if self.products * shape.vectors > _SMALL else 1
-        items, taps = self._scheduled(convolution, images, height, width, source.stride(1), workers)
-        launch(self._blocks, items, shape.masks, taps, source, out, residual, workers=workers)
+        items, taps, step = self._scheduled(convolution, images, height, width, source.stride(1), workers)
+        launch(self._blocks, items, shape.masks, taps, source, out, residual, workers=workers, code_step=step)
         return out
 
     def _schedule(
         self, convolution: Convolution, images: int, height: int, width: int, pitch: int, workers: int
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """The items of work in the order in which threads take them, and the taps."""
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64], int]:
+        """The items of work in the order in which threads take them, the taps, and how fast to fetch code."""
         shape, size = geometry(convolution, images, height, width), self._arithmetic.size
         blocks, channels = range(len(self._blocks)), convolution.channels * len(shape.planes)
         fitting = max(_LEAST_TILE, _TILE_BYTES // (size * LANES * channels))
@@ -117,11 +121,15 @@ class Program:
             tiles = max(tiles, min(-(-_ITEMS_PER_WORKER * workers // len(blocks)), shape.vectors))
         parts = spans(shape.vectors, tiles)
         if by_tile:  # the input of a tile stays in the cache, and the code streams
-            items = [(block, first, count, 0) for first, count in parts for block in blocks]
+            items = [(block, first, count) for first, count in parts for block in blocks]
         else:
-            items = [(block, first, count, 0) for block in blocks for first, count in parts]
+            items = [(block, first, count) for block in blocks for first, count in parts]
+        table = np.array(items, np.int32)
+        following = np.minimum(np.arange(len(items)) + workers, len(items) - 1)
+        table = np.column_stack([table, table[following, 0]])
         distances = np.array(shape.plane_of) * convolution.channels * pitch + np.array(shape.shifts)
-        return np.array(items, np.int32), (size * distances).astype(np.int64)
+        step = LINE * min(LINES_AHEAD, math.ceil(self._group_lines * tiles / shape.vectors))
+        return table, (size * distances).astype(np.int64), step
 
 
 _codes: "weakref.WeakValueDictionary[bytes, Code]" = weakref.WeakValueDictionary()

@@ -1,4 +1,8 @@
-"""The loop that every thread runs: take the next item of work until none is left."""
+"""The loop that every thread runs: take the next item of work until none is left.
+
+Each item runs the function of one block of output channels. While it does, it fetches the code of the block that this
+thread will probably run next, since code that comes from memory as it is run keeps a processor waiting.
+"""
 
 import ctypes
 import functools
@@ -35,7 +39,7 @@ LANES = 16  # pixels in a vector
 FIELDS = (
     *("counter", "items", "table", "blocks"),
     *("x", "x_pitch", "out", "out_pitch", "residual", "residual_pitch"),
-    *("masks", "mask_bytes", "taps", "constants"),
+    *("masks", "mask_bytes", "taps", "constants", "code_step"),
 )
 """What a call gives to the code, 8 bytes each. Sizes are in bytes; see `launch`."""
 
@@ -57,25 +61,27 @@ def launch(
     residual: Tensor | None,
     *,
     workers: int,
+    code_step: int,
 ) -> None:
     """Run items of work on several threads.
 
     Args:
         blocks: (count, 3): the address of a function, that of its weights, and its first output channel.
-        items: (count, 4): the block, the first vector of pixels and the number of vectors; the last is unused.
+        items: (count, 4): the block, the first vector of pixels, the number of vectors, and the block to fetch meanwhile.
         masks: (vectors, 1 + taps): the lanes that hold pixels, and those that each tap reads.
         taps: the distance of each tap from the output's pixel, in bytes.
         x: the input, as planes.
         out: the output, as planes of whole vectors.
         residual: is added to the output.
         workers: number of threads.
+        code_step: how many bytes of the next block's code each group of channels fetches.
     """
     size = x.element_size()
     call = (ctypes.c_int64 * len(FIELDS))(
         *(0, len(items), items.ctypes.data, blocks.ctypes.data),
         *(x.data_ptr(), x.stride(1) * size, out.data_ptr(), out.stride(1) * size),
         *((0, 0) if residual is None else (residual.data_ptr(), residual.stride(1) * size)),
-        *(masks.ctypes.data, masks.strides[0], taps.ctypes.data, _TWICE.ctypes.data),
+        *(masks.ctypes.data, masks.strides[0], taps.ctypes.data, _TWICE.ctypes.data, code_step),
     )
     threads.run(_worker(size).address, ctypes.addressof(call), workers)
 
@@ -96,8 +102,8 @@ def _worker(size: int) -> Executable:
 
     A function that it calls finds: rbx, rdx, rcx: x (its first channel), out and residual (the block's first channel) at
     the first vector; r10, r11: the pitch of x, and three times it; r12, r13: the pitch of out and residual; r8: the number
-    of vectors; r9: the masks of the first vector; r14: the taps; rbp: the weights; rax: the block's first output
-    channel; r15: the fields of the call, which it must keep.
+    of vectors; r9: the masks of the first vector; r14: the taps; rbp: the weights; rax: code to fetch; r15: the
+    fields of the call, which it must keep.
     """
     saved = (RBX, RBP, R12, R13, R14, R15)
     a = Assembler()
@@ -111,12 +117,12 @@ def _worker(size: int) -> Executable:
     done = a.jump_forward("ae")
     a.shift_left(RAX, 4)
     a.add(RAX, field("table"))
-    a.load_int32(RSI, Memory(RAX, 0))
-    a.load_int32(RDI, Memory(RAX, 4))
-    a.load_int32(R8, Memory(RAX, 8))
-    a.load_address(RSI, Memory(RSI, 0, RSI, 2))
-    a.shift_left(RSI, 3)
-    a.add(RSI, field("blocks"))
+    for register, place in ((RSI, 0), (RDI, 4), (R8, 8), (R14, 12)):
+        a.load_int32(register, Memory(RAX, place))
+    for register in (RSI, R14):  # blocks take 24 bytes each
+        a.load_address(register, Memory(register, 0, register, 2))
+        a.shift_left(register, 3)
+        a.add(register, field("blocks"))
     a.load(RBP, Memory(RSI, 8))
     a.load(RAX, Memory(RSI, 16))
     a.load(R10, field("x_pitch"))
@@ -134,6 +140,7 @@ def _worker(size: int) -> Executable:
     a.shift_left(RDI, (size * LANES).bit_length() - 1)
     for pointer in (RBX, RDX, RCX):
         a.add(pointer, RDI)
+    a.load(RAX, Memory(R14, 0))
     a.load(R14, field("taps"))
     a.call(Memory(RSI, 0))
     a.jump_back(top)
