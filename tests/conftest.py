@@ -2,7 +2,22 @@
 
 import signal
 
+import pytest
+import torch
+
+from halve.engine.kernels.cpu_sp import features
+from halve.engine.kernels.registry import no_sparse_kernels
+
 
 def pytest_configure() -> None:
     """Restore the SIGINT handler: shells ignore the signal in background jobs, and subprocesses inherit that."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def cpu_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide the CPU kernels, so that tests do the same on all CPUs, except from tests marked `cpu_kernels`."""
+    if request.node.get_closest_marker("cpu_kernels") is None:
+        monkeypatch.setattr(features, "cpu_flags", frozenset)
+    elif (reason := no_sparse_kernels(torch.device("cpu"), torch.float32)) is not None:
+        pytest.skip(reason)

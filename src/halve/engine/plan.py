@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halve.engine.kernels.kernel import Kernel
+from halve.engine.kernels.kernel import Kernel, Layout
 from halve.engine.kernels.registry import FALLBACK, family_of
 from halve.engine.layer import Layer
 from halve.engine.timing import measure
@@ -101,8 +101,13 @@ class LayerTimes:
 
     @property
     def best_dense(self) -> Kernel:
-        """The fastest library kernel. A layer without weights counts as dense on any kernel."""
-        return self._fastest(lambda kernel: family_of(kernel).library or not self.layer.has_weight) or FALLBACK
+        """The fastest library kernel. A layer without weights counts as dense on any kernel in a layout of theirs."""
+
+        def dense(kernel: Kernel) -> bool:
+            family = family_of(kernel)
+            return family.library or (not self.layer.has_weight and family.reads is not Layout.PLANES)
+
+        return self._fastest(dense) or FALLBACK
 
     @property
     def best_ours(self) -> Kernel | None:

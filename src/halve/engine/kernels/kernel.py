@@ -70,6 +70,7 @@ class KernelFamily(ABC):
     name: ClassVar[str]
     sparse: ClassVar[bool] = False  # skips the pruned weights of 2:4 layers
     library: ClassVar[bool] = False  # PyTorch or a vendor library, not a kernel of ours
+    device_type: ClassVar[str | None] = None  # the only type of device that it runs on, such as "cuda"
     reads: ClassVar[Layout] = Layout.ANY
     writes: ClassVar[Layout] = Layout.ANY
 

@@ -5,6 +5,7 @@ a matrix (..., C) likewise. Planes start a fixed number of elements apart, the *
 contiguous is such a tensor.
 """
 
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -51,14 +52,19 @@ def is_planes(x: Tensor, channel_dim: int) -> bool:
     >>> is_planes(image, 1), is_planes(image.to(memory_format=torch.channels_last), 1)
     (True, False)
     """
+    return _are_planes(x.shape, x.stride(), channel_dim)
+
+
+@functools.lru_cache(4096)
+def _are_planes(shape: tuple[int, ...], strides: tuple[int, ...], channel_dim: int) -> bool:
     pixels = 1
-    for dim in reversed(range(x.dim())):
-        if dim == channel_dim % x.dim():
+    for dim in reversed(range(len(shape))):
+        if dim == channel_dim % len(shape):
             continue
-        if x.shape[dim] != 1 and x.stride(dim) != pixels:
+        if shape[dim] != 1 and strides[dim] != pixels:
             return False
-        pixels *= x.shape[dim]
-    return x.shape[channel_dim] <= 1 or x.stride(channel_dim) >= pixels
+        pixels *= shape[dim]
+    return shape[channel_dim] <= 1 or strides[channel_dim] >= pixels
 
 
 def to_planes(x: Tensor, channel_dim: int) -> Tensor:

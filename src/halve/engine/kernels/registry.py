@@ -29,6 +29,11 @@ def kernels_for(piece: Piece, device: torch.device) -> list[Kernel]:
 
 
 def no_sparse_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why no sparse kernel can run on this device in this dtype; None if one can."""
-    reasons = [family.unavailable(device, dtype) for family in FAMILIES.values() if family.sparse]
+    """Why no sparse kernel can run on this device in this dtype; None if one can.
+
+    Reasons are those of the families for this type of device, if there are any.
+    """
+    sparse = [family for family in FAMILIES.values() if family.sparse]
+    fitting = [family for family in sparse if family.device_type in (None, device.type)]
+    reasons = [family.unavailable(device, dtype) for family in fitting or sparse]
     return None if None in reasons else "; ".join(dict.fromkeys(filter(None, reasons)))

@@ -164,4 +164,5 @@ class BFloat16(Arithmetic):
         vectors = np.zeros((4, 4), np.uint8)
         for (first, second), vector in self._pairs.items():
             vectors[first, second] = vector
-        return vectors[places[..., ::2], places[..., 1::2]], bits[..., ::2] | bits[..., 1::2] << 16
+        pairs = bits[..., ::2] | bits[..., 1::2] << np.uint32(16)
+        return vectors[places[..., ::2], places[..., 1::2]], pairs

@@ -5,6 +5,7 @@ made by `MultiplyAdd`, all at once.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -20,7 +21,8 @@ _MAP_0F, _MAP_0F38 = 1, 2
 _NO_PREFIX, _PREFIX_66, _PREFIX_F3, _PREFIX_F2 = 0, 1, 2, 3
 
 
-class Memory(NamedTuple):
+@dataclass(frozen=True)
+class Memory:
     """The address base + index * scale + displacement."""
 
     base: int
@@ -305,7 +307,7 @@ class Assembler:
         if not isinstance(operand, Memory):
             self.code.append(0xC0 | field | operand & 7)
             return
-        base, displacement, index, scale = operand
+        base, displacement, index, scale = operand.base, operand.displacement, operand.index, operand.scale
         short = displacement % unit == 0 and -128 <= displacement // unit < 128
         mode = 0x40 if short else 0x80
         if index is None and base & 7 != RSP:

@@ -1,8 +1,8 @@
 """Machine code for one layer, with the positions of its weights baked in.
 
 A function computes a few output channels ("rows") of a convolution for 16 consecutive pixels at a time, with one
-accumulator per row. For each kernel position ("tap") and group of four input channels, it loads the vectors of pixels of
-these channels, and then runs one instruction per kept weight, here in float32:
+accumulator per row. For each kernel position ("tap") and group of four input channels, it loads the pixels of these
+channels, and then runs one instruction per kept weight, here in float32:
 
     vfmadd231ps accumulator, pixels of the kept channel, [weight]{1to16}
 
@@ -58,7 +58,7 @@ class Shape(NamedTuple):
 
 
 class _Template(NamedTuple):
-    """Code with zmm0 for every vector, and where its multiply-adds are: the first one, and the distances between them."""
+    """Code with zmm0 for every vector, and where its multiply-adds are: the first, and the distances between them."""
 
     code: Bytes
     first: int

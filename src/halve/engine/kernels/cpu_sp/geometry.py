@@ -1,10 +1,10 @@
 """Which pixels a convolution or pooling reads: the planes it needs, the shift of each kernel position, and its masks.
 
-The code walks over the output's pixels, flattened over images, rows and columns. At each kernel position ("tap") it reads
-the input at a fixed distance from there. That works on the input itself if input and output have the same size. For
-other sizes and strides, the input is first copied to *planes* of the output's size: plane (a, b) holds, at row i and
-column j, the input's pixel (a + stride i, b + stride j). Taps share a plane where they can: with stride 2, there are
-four of them for a 3x3 kernel. Pixels outside of the image are never read, but masked.
+The code walks over the output's pixels, flattened over images, rows and columns. At each kernel position ("tap") it
+reads the input at a fixed distance from there. That works on the input itself if input and output have the same size.
+For other sizes and strides, the input is first copied to *planes* of the output's size: plane (a, b) holds, at row i
+and column j, the input's pixel (a + stride i, b + stride j). Taps share a plane where they can: with stride 2, there
+are four of them for a 3x3 kernel. Pixels outside of the image are masked and never read.
 """
 
 import functools
@@ -153,7 +153,7 @@ def _rows(
     out_pitch: int,
     size: int,
 ) -> npt.NDArray[np.int64]:
-    """See `split.Rows`: for each channel, image, and even or odd rows."""
+    """The rows to split: for each channel, image, and even or odd rows. See `split_rows`."""
     channel, image, half = (
         axis.reshape(-1) for axis in np.meshgrid(*map(np.arange, (channels, images, halves.rows)), indexing="ij")
     )

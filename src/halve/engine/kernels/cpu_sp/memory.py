@@ -1,5 +1,6 @@
 """Memory for machine code, never writable and executable at once, and memory in huge pages for weights."""
 
+import contextlib
 import ctypes
 import functools
 import mmap
@@ -25,10 +26,8 @@ class Block:
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         offset = -start % _HUGE if huge else 0
         if huge and hasattr(mmap, "MADV_HUGEPAGE"):
-            try:
+            with contextlib.suppress(OSError):  # a system without huge pages: small ones are slower, nothing else
                 self._map.madvise(mmap.MADV_HUGEPAGE, offset, self.size)
-            except OSError:
-                pass  # this kernel has no huge pages: small ones are slower, nothing else
         self.address = start + offset
         self.bytes: Bytes = np.frombuffer(self._map, np.uint8, size, offset)
 

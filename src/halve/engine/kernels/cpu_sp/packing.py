@@ -18,7 +18,7 @@ _WIDEST = 4  # channels in a group
 
 
 class Packed(NamedTuple):
-    """`values`: (rows, taps, groups, values of a group); `codes`: uint8, (rows, taps, groups), only of sparse weights."""
+    """`values`: (rows, taps, groups, values of a group); `codes`: uint8, (rows, taps, groups), if sparse."""
 
     values: Tensor
     codes: Tensor | None

@@ -8,7 +8,6 @@ import functools
 from collections.abc import Sequence
 
 import numpy as np
-import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -30,7 +29,7 @@ from halve.engine.kernels.cpu_sp.geometry import copied_planes, geometry
 from halve.engine.kernels.cpu_sp.memory import Executable
 from halve.engine.kernels.cpu_sp.program import ARITHMETIC
 from halve.engine.kernels.cpu_sp.version import version
-from halve.engine.kernels.cpu_sp.worker import LANES, launch
+from halve.engine.kernels.cpu_sp.worker import LANES, Launch
 from halve.engine.kernels.kernel import KernelFamily, Layout, Piece
 from halve.engine.kernels.planes import empty_planes
 from halve.engine.operations import MaxPool, Operation, Tensors
@@ -43,6 +42,7 @@ _X, _MAXIMUM, _LEAST = 0, 1, 2  # vectors
 
 class CpuPool(KernelFamily):
     name = "cpu_pool"
+    device_type = "cpu"
     reads = writes = Layout.PLANES
 
     @property
@@ -64,25 +64,34 @@ class CpuPool(KernelFamily):
         if x.device.type != "cpu" or x.dtype not in ARITHMETIC or not x.numel():
             return operation.reference(inputs, packed)
         images, channels, height, width = x.shape
-        shape = geometry(operation, images, height, width)
-        source = x if shape.direct else copied_planes(x, shape)
-        out = empty_planes((images, channels, *shape.out), 1, x.dtype, x.device)
-        function = _function(x.element_size(), len(shape.shifts)).address
-        distances = np.array(shape.plane_of) * channels * source.stride(1) + np.array(shape.shifts)
-        taps = (x.element_size() * distances).astype(np.int64)
-        blocks, items = _work(function, channels, shape.vectors)
-        workers = torch.get_num_threads() if shape.vectors * channels * len(taps) > _SMALL else 1
-        launch(blocks, items, shape.masks, taps, source, out, None, workers=workers, code_step=0)
+        window = geometry(operation, images, height, width)
+        source = x if window.direct else copied_planes(x, window)
+        out = empty_planes((images, channels, *window.out), 1, x.dtype, x.device)
+        pitches = (source.stride(1), out.stride(1))
+        _launch(operation, tuple(x.shape), x.element_size(), pitches, torch.get_num_threads())(
+            source.data_ptr(), out.data_ptr(), 0
+        )
         return out
 
 
-@functools.lru_cache(64)
-def _work(function: int, channels: int, vectors: int) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int32]]:
-    """A block for each channel, whose "weights" are its number, and one item for each block."""
+@functools.lru_cache(256)
+def _launch(operation: MaxPool, shape: tuple[int, ...], size: int, pitches: tuple[int, int], workers: int) -> Launch:
+    images, channels, height, width = shape
+    window = geometry(operation, images, height, width)
+    function = _function(size, len(window.shifts)).address
     channel = np.arange(channels)
-    blocks = np.column_stack([np.full(channels, function), channel, channel]).astype(np.int64)
-    items = np.column_stack([channel, np.zeros_like(channel), np.full(channels, vectors), channel]).astype(np.int32)
-    return blocks, items
+    blocks = np.column_stack([np.full(channels, function), channel, channel])  # the "weights" are the channel's number
+    items = np.column_stack([channel, np.zeros_like(channel), np.full(channels, window.vectors), channel])
+    distances = np.array(window.plane_of) * channels * pitches[0] + np.array(window.shifts)
+    return Launch(
+        blocks.astype(np.int64),
+        items.astype(np.int32),
+        window.masks,
+        (size * distances).astype(np.int64),
+        size=size,
+        pitches=(*pitches, 0),
+        workers=workers if window.vectors * channels * len(distances) > _SMALL else 1,
+    )
 
 
 @functools.cache

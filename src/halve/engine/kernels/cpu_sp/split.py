@@ -2,7 +2,6 @@
 
 import ctypes
 import functools
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -12,7 +11,6 @@ from torch import Tensor
 from halve.engine.kernels.cpu_sp import threads
 from halve.engine.kernels.cpu_sp.assembler import (
     R8,
-    R9,
     R10,
     R11,
     R12,
@@ -42,14 +40,6 @@ def _field(name: str) -> Memory:
     return Memory(R15, 8 * _FIELDS.index(name))
 
 
-class Rows(NamedTuple):
-    """Rows that are split in one go: every second row of one channel of one image. Offsets are in bytes."""
-
-    source: int
-    target: int
-    count: int
-
-
 def split_rows(
     x: Tensor, out: Tensor, rows: npt.NDArray[np.int64], width: int, *, row_step: int, out_step: int, odd_distance: int
 ) -> None:
@@ -58,7 +48,7 @@ def split_rows(
     Args:
         x: where rows come from, of 2 or 4 bytes per number.
         out: where they go.
-        rows: `Rows`, one per row of the array.
+        rows: (count, 3): the first of several rows in x, and in the output, in bytes; and their number.
         width: columns of a row of x.
         row_step: bytes from a row to the next.
         out_step: bytes from a row to the next in the output.

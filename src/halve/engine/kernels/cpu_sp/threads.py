@@ -33,17 +33,19 @@ def _gomp_parallel() -> Callable[[int, int, int, int], None] | None:
             continue
         function.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint]
         function.restype = None
-        return function  # type: ignore[no-any-return]
+        return function
     return None
 
 
-_Worker = ctypes.CFUNCTYPE(None, ctypes.c_void_p)
+@functools.lru_cache(64)
+def _alone(worker: int) -> Callable[[int], None]:
+    return ctypes.CFUNCTYPE(None, ctypes.c_void_p)(worker)
 
 
 def run(worker: int, argument: int, threads: int) -> None:
     """Call the function at address `worker` from each of several threads. Other Python threads run meanwhile."""
     parallel = _gomp_parallel() if threads > 1 and not _forked else None
     if parallel is None:
-        _Worker(worker)(argument)
+        _alone(worker)(argument)
     else:
         parallel(worker, argument, threads, 0)

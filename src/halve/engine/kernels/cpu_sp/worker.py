@@ -6,11 +6,11 @@ thread will probably run next, since code that comes from memory as it is run ke
 
 import ctypes
 import functools
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
 import numpy.typing as npt
-from torch import Tensor
 
 from halve.engine.kernels.cpu_sp import threads
 from halve.engine.kernels.cpu_sp.assembler import (
@@ -41,8 +41,10 @@ FIELDS = (
     *("x", "x_pitch", "out", "out_pitch", "residual", "residual_pitch"),
     *("masks", "mask_bytes", "taps", "constants", "code_step"),
 )
-"""What a call gives to the code, 8 bytes each. Sizes are in bytes; see `launch`."""
+"""What a call gives to the code, 8 bytes each. Sizes are in bytes; see `Launch`."""
 
+_Call = ctypes.c_int64 * len(FIELDS)
+_X, _OUT, _RESIDUAL = map(FIELDS.index, ("x", "out", "residual"))
 _TWICE = np.arange(32, dtype=np.uint16) // 2  # the constants: 0, 0, 1, 1, ..
 
 
@@ -51,39 +53,57 @@ def field(name: str) -> Memory:
     return Memory(R15, 8 * FIELDS.index(name))
 
 
-def launch(
-    blocks: npt.NDArray[np.int64],
-    items: npt.NDArray[np.int32],
-    masks: npt.NDArray[np.uint16],
-    taps: npt.NDArray[np.int64],
-    x: Tensor,
-    out: Tensor,
-    residual: Tensor | None,
-    *,
-    workers: int,
-    code_step: int,
-) -> None:
-    """Run items of work on several threads.
+class Launch:
+    """Items of work for inputs of one shape, ready to run on any input of that shape."""
 
-    Args:
-        blocks: (count, 3): the address of a function, that of its weights, and its first output channel.
-        items: (count, 4): the block, the first vector of pixels, the number of vectors, and the block to fetch meanwhile.
-        masks: (vectors, 1 + taps): the lanes that hold pixels, and those that each tap reads.
-        taps: the distance of each tap from the output's pixel, in bytes.
-        x: the input, as planes.
-        out: the output, as planes of whole vectors.
-        residual: is added to the output.
-        workers: number of threads.
-        code_step: how many bytes of the next block's code each group of channels fetches.
-    """
-    size = x.element_size()
-    call = (ctypes.c_int64 * len(FIELDS))(
-        *(0, len(items), items.ctypes.data, blocks.ctypes.data),
-        *(x.data_ptr(), x.stride(1) * size, out.data_ptr(), out.stride(1) * size),
-        *((0, 0) if residual is None else (residual.data_ptr(), residual.stride(1) * size)),
-        *(masks.ctypes.data, masks.strides[0], taps.ctypes.data, _TWICE.ctypes.data, code_step),
-    )
-    threads.run(_worker(size).address, ctypes.addressof(call), workers)
+    def __init__(
+        self,
+        blocks: npt.NDArray[np.int64],
+        items: npt.NDArray[np.int32],
+        masks: npt.NDArray[np.uint16],
+        taps: npt.NDArray[np.int64],
+        *,
+        size: int,
+        pitches: tuple[int, int, int],
+        workers: int,
+        code_step: int = 0,
+    ) -> None:
+        """Prepare a launch.
+
+        Args:
+            blocks: (count, 3): the address of a function, that of its weights, and its first output channel.
+            items: (count, 4): the block, the first vector of pixels, the number of vectors, and the block that is
+                probably next.
+            masks: (vectors, 1 + taps): the lanes that hold pixels, and those that each tap reads.
+            taps: the distance of each tap from the output's pixel, in bytes.
+            size: bytes of a number.
+            pitches: of input, output and residual, in numbers.
+            workers: number of threads.
+            code_step: how many bytes of the next block's code each group of channels fetches.
+        """
+        self._kept = (blocks, items, masks, taps)
+        x_pitch, out_pitch, residual_pitch = (size * pitch for pitch in pitches)
+        values = {
+            "items": len(items),
+            "table": items.ctypes.data,
+            "blocks": blocks.ctypes.data,
+            "x_pitch": x_pitch,
+            "out_pitch": out_pitch,
+            "residual_pitch": residual_pitch,
+            "masks": masks.ctypes.data,
+            "mask_bytes": masks.strides[0],
+            "taps": taps.ctypes.data,
+            "constants": _TWICE.ctypes.data,
+            "code_step": code_step,
+        }
+        self._call = bytes(_Call(*(values.get(name, 0) for name in FIELDS)))
+        self._worker, self._workers = _worker(size).address, workers
+
+    def __call__(self, x: int, out: int, residual: int) -> None:
+        """Run on tensors at these addresses. `out` is stored as planes of whole vectors; a residual of 0 is none."""
+        call = _Call.from_buffer_copy(self._call)  # of this thread: it counts the items that are taken
+        call[_X], call[_OUT], call[_RESIDUAL] = x, out, residual
+        threads.run(self._worker, ctypes.addressof(call), self._workers)
 
 
 def spans(count: int, parts: int) -> Sequence[tuple[int, int]]:
@@ -93,17 +113,21 @@ def spans(count: int, parts: int) -> Sequence[tuple[int, int]]:
     [(0, 3), (3, 3), (6, 4)]
     """
     bounds = [count * i // parts for i in range(parts + 1)]
-    return [(a, b - a) for a, b in zip(bounds, bounds[1:], strict=False)]
+    return [(a, b - a) for a, b in itertools.pairwise(bounds)]
 
 
 @functools.cache
 def _worker(size: int) -> Executable:
     """The worker for numbers of this many bytes.
 
-    A function that it calls finds: rbx, rdx, rcx: x (its first channel), out and residual (the block's first channel) at
-    the first vector; r10, r11: the pitch of x, and three times it; r12, r13: the pitch of out and residual; r8: the number
-    of vectors; r9: the masks of the first vector; r14: the taps; rbp: the weights; rax: code to fetch; r15: the
-    fields of the call, which it must keep.
+    A function that it calls finds, in bytes:
+
+        rbx, r10, r11   the first vector of x, its pitch, and three times its pitch
+        rdx, r12        the first vector of the block's first channel in the output, and the pitch
+        rcx, r13        the same in the residual
+        r8, r9          the number of vectors, and the masks of the first one
+        r14, rbp, rax   the taps, the weights, and code to fetch ahead
+        r15             the fields of the call, which the function must keep
     """
     saved = (RBX, RBP, R12, R13, R14, R15)
     a = Assembler()

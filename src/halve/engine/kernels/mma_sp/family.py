@@ -22,6 +22,7 @@ _NHWC = torch.channels_last
 
 
 class _Mma(KernelFamily):
+    device_type = "cuda"
     reads = writes = Layout.NHWC
 
     @property
