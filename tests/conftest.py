@@ -4,6 +4,10 @@ import signal
 from collections.abc import Iterator
 
 import pytest
+import torch
+
+from halve.engine.kernels.cpu_sp import features
+from halve.engine.kernels.registry import no_sparse_kernels
 
 
 def pytest_configure() -> None:
@@ -20,3 +24,12 @@ def few_letters(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     letters.letters.cache_clear()
     yield
     letters.letters.cache_clear()
+
+
+@pytest.fixture(autouse=True)
+def cpu_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hide the CPU kernels, so that tests do the same on all CPUs, except from tests marked `cpu_kernels`."""
+    if request.node.get_closest_marker("cpu_kernels") is None:
+        monkeypatch.setattr(features, "cpu_flags", frozenset)
+    elif (reason := no_sparse_kernels(torch.device("cpu"), torch.float32)) is not None:
+        pytest.skip(reason)

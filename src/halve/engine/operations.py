@@ -10,7 +10,7 @@ import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -38,6 +38,8 @@ ACTIVATIONS = {
 
 class Operation(ABC):
     """What a layer computes from its inputs and tensors."""
+
+    channel_dim: ClassVar[int] = 1  # of inputs and results
 
     @abstractmethod
     def reference(self, inputs: Sequence[Tensor], tensors: Tensors) -> Tensor:
@@ -138,6 +140,8 @@ class Linear(Operation):
     >>> Linear(rows=3, channels=2).reference([torch.ones(1, 2)], {"weight": torch.ones(3, 2)}).tolist()
     [[2.0, 2.0, 2.0]]
     """
+
+    channel_dim: ClassVar[int] = -1
 
     rows: int
     channels: int

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from halve.batches import Progress, tracked
-from halve.engine.kernels.kernel import Kernel
+from halve.engine.kernels.kernel import Kernel, Layout
 from halve.engine.kernels.registry import FALLBACK, family_of
 from halve.engine.layer import Layer
 from halve.engine.timing import measure
@@ -116,8 +116,13 @@ class LayerTimes:
 
     @property
     def best_dense(self) -> Kernel:
-        """The fastest library kernel. A layer without weights counts as dense on any kernel."""
-        return self._fastest(lambda kernel: family_of(kernel).library or not self.layer.has_weight) or FALLBACK
+        """The fastest library kernel. A layer without weights counts as dense on any kernel in a layout of theirs."""
+
+        def dense(kernel: Kernel) -> bool:
+            family = family_of(kernel)
+            return family.library or (not self.layer.has_weight and family.reads is not Layout.PLANES)
+
+        return self._fastest(dense) or FALLBACK
 
     @property
     def best_ours(self) -> Kernel | None:
@@ -330,20 +335,22 @@ def _time_layer(
 def _measured(layer: Layer, inputs: list[Tensor], kernels: list[Kernel], device: torch.device) -> dict[Kernel, float]:
     """Milliseconds of each kernel; infinite if it does not support this shape or its result is wrong.
 
-    Kernels that failed for a temporary reason (no compiler, out of memory) are omitted.
+    Inputs are converted to the layout of the kernel beforehand: neighbouring layers usually share it, and the times of
+    whole networks include it. Kernels that failed for a temporary reason (no compiler, out of memory) are omitted.
     """
     expected = layer.run(inputs, FALLBACK)
     tolerance = _TOLERANCE.get(layer.dtype, 1e-3)
     calls, retry_later = {}, set()
     for kernel in kernels:
+        given = family_of(kernel).laid_out(inputs, layer.operation)
         try:
-            got = layer.run(inputs, kernel)
+            got = layer.run(given, kernel)
         except (RuntimeError, ValueError) as error:
             if isinstance(error, EngineError | torch.OutOfMemoryError) or "ALLOC" in str(error):
                 retry_later.add(kernel)
             continue
         if relative_error(got, expected) <= tolerance:
-            calls[str(kernel)] = lambda kernel=kernel: layer.run(inputs, kernel)
+            calls[str(kernel)] = lambda kernel=kernel, given=given: layer.run(given, kernel)
     times = measure(calls, device)
     return {kernel: times.get(str(kernel), float("inf")) for kernel in kernels if kernel not in retry_later}
 

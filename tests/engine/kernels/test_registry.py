@@ -136,7 +136,9 @@ def test_every_family_packs_losslessly():
 def test_kernels_depend_on_device_and_dtype():
     cpu, piece = torch.device("cpu"), Piece(Convolution(8, 4, activation="relu"), torch.float16, is_2_4=True)
     assert registry.kernels_for(piece, cpu) == [registry.FALLBACK] == [Kernel("dense", "torch")]
-    assert "NVIDIA" in registry.no_sparse_kernels(cpu, torch.float16)
+    assert "got torch.float16" in registry.no_sparse_kernels(cpu, torch.float16)
+    assert "NVIDIA" not in registry.no_sparse_kernels(cpu, torch.float16)
+    assert "NVIDIA" in registry.no_sparse_kernels(torch.device("meta"), torch.float16)
 
 
 def test_families_are_registered_under_their_names():

@@ -14,7 +14,8 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from halve.engine.operations import Linear, Operation, Tensors
+from halve.engine.kernels.planes import empty_planes, to_planes
+from halve.engine.operations import Operation, Tensors
 
 
 class Layout(enum.Enum):
@@ -22,12 +23,23 @@ class Layout(enum.Enum):
 
     ANY = "any"
     NHWC = "channels last"
+    PLANES = "planes"  # see `planes.py`
 
-    def of(self, x: Tensor) -> Tensor:
+    def of(self, x: Tensor, channel_dim: int = 1) -> Tensor:
         """Convert a tensor to this layout."""
-        if self is Layout.NHWC and x.dim() == 4:
+        if self is Layout.PLANES:
+            return to_planes(x, channel_dim)
+        if self is Layout.NHWC and x.dim() == 4 and channel_dim == 1:
             return x.contiguous(memory_format=torch.channels_last)
         return x
+
+    def empty(self, shape: Sequence[Any], channel_dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """An uninitialised tensor in this layout."""
+        if self is Layout.PLANES:
+            return empty_planes(shape, channel_dim, dtype, device)
+        if self is Layout.NHWC and len(shape) == 4 and channel_dim == 1:
+            return torch.empty(tuple(shape), dtype=dtype, device=device, memory_format=torch.channels_last)
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
 
 
 class Kernel(NamedTuple):
@@ -59,6 +71,7 @@ class KernelFamily(ABC):
     name: ClassVar[str]
     sparse: ClassVar[bool] = False  # skips the pruned weights of 2:4 layers
     library: ClassVar[bool] = False  # PyTorch or a vendor library, not a kernel of ours
+    device_type: ClassVar[str | None] = None  # the only type of device that it runs on, such as "cuda"
     reads: ClassVar[Layout] = Layout.ANY
     writes: ClassVar[Layout] = Layout.ANY
 
@@ -84,10 +97,8 @@ class KernelFamily(ABC):
         return dict(packed)
 
     def laid_out(self, inputs: Sequence[Tensor], operation: Operation) -> list[Tensor]:
-        """Inputs in the layout that the kernels read. Linear layers take rows, whatever dimensions these come from."""
-        if self.reads is Layout.ANY:
-            return list(inputs)
-        return [x.contiguous() if isinstance(operation, Linear) else self.reads.of(x) for x in inputs]
+        """Inputs in the layout that the kernels read."""
+        return [self.reads.of(x, operation.channel_dim) for x in inputs]
 
     def fits(self, inputs: Sequence[Tensor], operation: Operation, variant: str) -> bool:
         """Whether the variant supports inputs of these shapes. If not, `run` computes the result in another way."""
@@ -108,7 +119,4 @@ class KernelFamily(ABC):
     def fake(self, inputs: Sequence[Tensor], packed: Tensors, operation: Operation) -> Tensor:
         """An empty tensor with the shape and strides of the result."""
         x = inputs[0]
-        shape = operation.out_shape(x.shape)
-        if self.writes is Layout.NHWC and len(shape) == 4 and not isinstance(operation, Linear):
-            return torch.empty(shape, dtype=x.dtype, device=x.device, memory_format=torch.channels_last)
-        return x.new_empty(shape)
+        return self.writes.empty(operation.out_shape(x.shape), operation.channel_dim, x.dtype, x.device)

@@ -2,6 +2,8 @@
 
 import torch
 
+from halve.engine.kernels.cpu_sp.family import CpuDense, CpuSparse
+from halve.engine.kernels.cpu_sp.pool import CpuPool
 from halve.engine.kernels.dense.family import Dense
 from halve.engine.kernels.kernel import Kernel, KernelFamily, Piece
 from halve.engine.kernels.mma_sp.family import MmaDense, MmaSparse
@@ -10,7 +12,11 @@ from halve.engine.kernels.stem.family import Stem
 from halve.engine.kernels.wgmma_sp.family import WgmmaDense, WgmmaSparse
 
 FAMILIES: dict[str, KernelFamily] = {
-    family.name: family for family in (Dense(), WgmmaSparse(), WgmmaDense(), MmaSparse(), MmaDense(), Stem(), Pool())
+    family.name: family
+    for family in (
+        *(Dense(), WgmmaSparse(), WgmmaDense(), MmaSparse(), MmaDense(), Stem(), Pool()),
+        *(CpuSparse(), CpuDense(), CpuPool()),
+    )
 }
 FALLBACK = Kernel(Dense.name, "torch")  # runs every piece on every device
 
@@ -29,6 +35,11 @@ def kernels_for(piece: Piece, device: torch.device) -> list[Kernel]:
 
 
 def no_sparse_kernels(device: torch.device, dtype: torch.dtype) -> str | None:
-    """Why no sparse kernel can run on this device in this dtype; None if one can."""
-    reasons = [family.unavailable(device, dtype) for family in FAMILIES.values() if family.sparse]
+    """Why no sparse kernel can run on this device in this dtype; None if one can.
+
+    Reasons are those of the families for this type of device, if there are any.
+    """
+    sparse = [family for family in FAMILIES.values() if family.sparse]
+    fitting = [family for family in sparse if family.device_type in (None, device.type)]
+    reasons = [family.unavailable(device, dtype) for family in fitting or sparse]
     return None if None in reasons else "; ".join(dict.fromkeys(filter(None, reasons)))

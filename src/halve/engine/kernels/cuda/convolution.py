@@ -17,6 +17,7 @@ _VECTORS = ("bias", "scale")  # one value in single precision per output channel
 class ConvolutionFamily(KernelFamily):
     """A family of kernels for convolutions with bias, residual and activation on NHWC images."""
 
+    device_type = "cuda"
     reads = writes = Layout.NHWC
 
     def pack(self, operation: Operation, tensors: Tensors) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from halve.engine.operations import MaxPool, Operation, Tensors
 
 class Pool(KernelFamily):
     name = "pool"
+    device_type = "cuda"
     reads = writes = Layout.NHWC
 
     @property

@@ -15,6 +15,7 @@ from halve.errors import EngineError
 
 class Stem(KernelFamily):
     name = "stem"
+    device_type = "cuda"
     reads = writes = Layout.NHWC
 
     @property

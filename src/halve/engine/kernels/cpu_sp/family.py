@@ -1,0 +1,85 @@
+"""2:4 convolutions and Linear layers on CPUs with AVX-512, as machine code that is emitted for each layer.
+
+Two families share the emitter: `cpu_sp` multiplies only the kept weights, `cpu` all of them. `cpu` is the dense
+baseline of the same kernel: it isolates the effect of sparsity, and can be the fastest kernel for layers that are not
+2:4.
+"""
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from halve.engine.kernels.cpu_sp import features, memory
+from halve.engine.kernels.cpu_sp.packing import Packed, pack, pack_dense, packed_shapes, unpack
+from halve.engine.kernels.cpu_sp.program import ARITHMETIC, program_for
+from halve.engine.kernels.cpu_sp.version import version
+from halve.engine.kernels.kernel import KernelFamily, Layout, Piece
+from halve.engine.operations import Convolution, Linear, Operation, Tensors
+
+MAX_VALUES = 8 << 20  # of a layer: 10 bytes of code each, or 5 in bfloat16
+_WIDTH = 4
+
+
+class _Cpu(KernelFamily):
+    device_type = "cpu"
+    reads = writes = Layout.PLANES
+
+    @property
+    def version(self) -> str:
+        return version()
+
+    def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        return features.unavailable(device, dtype, ARITHMETIC) or memory.unavailable()
+
+    def variants(self, piece: Piece, device: torch.device) -> Sequence[str]:
+        operation = piece.operation
+        if not isinstance(operation, Convolution | Linear) or piece.dtype not in ARITHMETIC:
+            return ()
+        convolution = operation.convolution
+        if (
+            convolution.groups > 1
+            or convolution.scaled
+            or (self.sparse and (convolution.channels % _WIDTH or not piece.is_2_4))
+        ):
+            return ()
+        values, _ = packed_shapes(convolution.weight_shape, self.sparse)
+        return ("avx512",) if math.prod(values) <= MAX_VALUES else ()
+
+    def pack(self, operation: Operation, tensors: Tensors) -> dict[str, Tensor]:
+        weight = tensors["weight"].reshape(_convolution(operation).weight_shape)
+        values, codes = pack(weight) if self.sparse else pack_dense(weight)
+        packed = {"values": values} if codes is None else {"values": values, "codes": codes}
+        return {**packed, "bias": tensors["bias"]} if "bias" in tensors else packed
+
+    def unpack(self, operation: Operation, packed: Tensors) -> dict[str, Tensor]:
+        weight = unpack(Packed(packed["values"], packed.get("codes")), _convolution(operation).weight_shape)
+        weight = weight.flatten(1) if isinstance(operation, Linear) else weight
+        return {"weight": weight, "bias": packed["bias"]} if "bias" in packed else {"weight": weight}
+
+    def run(self, inputs: Sequence[Tensor], packed: Tensors, operation: Operation, variant: str) -> Tensor:
+        assert isinstance(operation, Convolution | Linear)
+        x, residual = inputs[0], inputs[1] if len(inputs) > 1 else None
+        if not x.numel():
+            return self.fake(inputs, packed, operation)
+        if not x.is_cpu or self.unavailable(x.device, x.dtype) is not None:
+            y = operation.reference(inputs, self.unpack(operation, packed))
+            return self.writes.of(y, operation.channel_dim)
+        return program_for(operation, Packed(packed["values"], packed.get("codes")), packed.get("bias")).run(
+            x, residual
+        )
+
+
+class CpuSparse(_Cpu):
+    name = "cpu_sp"
+    sparse = True
+
+
+class CpuDense(_Cpu):
+    name = "cpu"
+
+
+def _convolution(operation: Operation) -> Convolution:
+    assert isinstance(operation, Convolution | Linear)
+    return operation.convolution

@@ -1,0 +1,129 @@
+"""Max pooling of planes, between layers that keep this layout.
+
+For each channel and vector of 16 pixels, the code takes the maximum over the taps, within their masks. NaN wins, as in
+PyTorch.
+"""
+
+import functools
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from halve.engine.kernels.cpu_sp import features, memory
+from halve.engine.kernels.cpu_sp.arithmetic import TAP_MASK
+from halve.engine.kernels.cpu_sp.assembler import (
+    R8,
+    R9,
+    R10,
+    R14,
+    RBP,
+    RBX,
+    RDI,
+    RDX,
+    Assembler,
+    Memory,
+)
+from halve.engine.kernels.cpu_sp.geometry import copied_planes, geometry
+from halve.engine.kernels.cpu_sp.memory import Executable
+from halve.engine.kernels.cpu_sp.program import ARITHMETIC
+from halve.engine.kernels.cpu_sp.version import version
+from halve.engine.kernels.cpu_sp.worker import LANES, Launch
+from halve.engine.kernels.kernel import KernelFamily, Layout, Piece
+from halve.engine.kernels.planes import empty_planes
+from halve.engine.operations import MaxPool, Operation, Tensors
+
+_MAX_TAPS = 64
+_SMALL = 20_000  # vectors and taps that are not worth a second thread
+_NAN_MASK = 2
+_X, _MAXIMUM, _LEAST = 0, 1, 2  # vectors
+
+
+class CpuPool(KernelFamily):
+    name = "cpu_pool"
+    device_type = "cpu"
+    reads = writes = Layout.PLANES
+
+    @property
+    def version(self) -> str:
+        return version()
+
+    def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        return features.unavailable(device, dtype, ARITHMETIC) or memory.unavailable()
+
+    def variants(self, piece: Piece, device: torch.device) -> Sequence[str]:
+        operation = piece.operation
+        if not isinstance(operation, MaxPool) or piece.dtype not in ARITHMETIC:
+            return ()
+        return ("avx512",) if operation.kernel[0] * operation.kernel[1] <= _MAX_TAPS else ()
+
+    def run(self, inputs: Sequence[Tensor], packed: Tensors, operation: Operation, variant: str) -> Tensor:
+        [x] = inputs
+        assert isinstance(operation, MaxPool)
+        if x.device.type != "cpu" or x.dtype not in ARITHMETIC or not x.numel():
+            return operation.reference(inputs, packed)
+        images, channels, height, width = x.shape
+        window = geometry(operation, images, height, width)
+        source = x if window.direct else copied_planes(x, window)
+        out = empty_planes((images, channels, *window.out), 1, x.dtype, x.device)
+        pitches = (source.stride(1), out.stride(1))
+        _launch(operation, tuple(x.shape), x.element_size(), pitches, torch.get_num_threads())(
+            source.data_ptr(), out.data_ptr(), 0
+        )
+        return out
+
+
+@functools.lru_cache(256)
+def _launch(operation: MaxPool, shape: tuple[int, ...], size: int, pitches: tuple[int, int], workers: int) -> Launch:
+    images, channels, height, width = shape
+    window = geometry(operation, images, height, width)
+    function = _function(size, len(window.shifts)).address
+    channel = np.arange(channels)
+    blocks = np.column_stack([np.full(channels, function), channel, channel])  # the "weights" are the channel's number
+    items = np.column_stack([channel, np.zeros_like(channel), np.full(channels, window.vectors), channel])
+    distances = np.array(window.plane_of) * channels * pitches[0] + np.array(window.shifts)
+    return Launch(
+        blocks.astype(np.int64),
+        items.astype(np.int32),
+        window.masks,
+        (size * distances).astype(np.int64),
+        size=size,
+        pitches=(*pitches, 0),
+        workers=workers if window.vectors * channels * len(distances) > _SMALL else 1,
+    )
+
+
+@functools.cache
+def _function(size: int, taps: int) -> Executable:
+    """Pool the vectors of one channel of numbers of this many bytes."""
+    a = Assembler()
+    a.multiply(RBP, R10)
+    a.add(RBX, RBP)
+    a.mov_immediate(RDI, -0x800000)  # the bits of -infinity
+    a.broadcast_register(_LEAST, RDI)
+    top = len(a.code)
+    a.copy_vector(_MAXIMUM, _LEAST)
+    for tap in range(taps):
+        a.load_mask(TAP_MASK, Memory(R9, 2 * (tap + 1)))
+        a.load(RDI, Memory(R14, 8 * tap))
+        if size == 2:
+            a.load_widened(_X, Memory(RBX, 0, RDI, 1), TAP_MASK)
+            a.shift_lanes_left(_X, _X, 16)
+        else:
+            a.load_vector(_X, Memory(RBX, 0, RDI, 1), mask=TAP_MASK)
+        a.blend_maximum(_MAXIMUM, _X, _MAXIMUM, TAP_MASK)  # the second operand if one is NaN
+        a.compare_nan(_NAN_MASK, _X, TAP_MASK)
+        a.blend(_MAXIMUM, _X, _NAN_MASK)
+    if size == 2:
+        a.round_to_bfloat16(_MAXIMUM, _MAXIMUM)
+        a.store_half(Memory(RDX), _MAXIMUM)
+    else:
+        a.store_vector(Memory(RDX), _MAXIMUM)
+    a.add_immediate(RBX, size * LANES)
+    a.add_immediate(RDX, size * LANES)
+    a.add_immediate(R9, 2 * (taps + 1))
+    a.decrement(R8)
+    a.jump_back(top, "ne")
+    a.ret()
+    return Executable(np.frombuffer(bytes(a.code), np.uint8))

@@ -1,0 +1,255 @@
+"""Programs: the machine code of a layer and its weights, ready to run.
+
+Layers with equal patterns share code. A program lives as long as the packed weights it was made from.
+"""
+
+import hashlib
+import math
+import threading
+import weakref
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+from torch.utils.weak import WeakIdKeyDictionary
+
+from halve.engine.kernels.cpu_sp.arithmetic import Arithmetic, BFloat16, Float32
+from halve.engine.kernels.cpu_sp.emit import LINE, LINES_AHEAD, Shape, emit_block
+from halve.engine.kernels.cpu_sp.geometry import Geometry, copied_planes, geometry
+from halve.engine.kernels.cpu_sp.memory import Block, Executable
+from halve.engine.kernels.cpu_sp.packing import Packed, packed_shapes, places_of
+from halve.engine.kernels.cpu_sp.worker import LANES, Launch, spans
+from halve.engine.kernels.planes import empty_planes, is_planes
+from halve.engine.operations import ACTIVATIONS, Convolution, Linear
+from halve.errors import EngineError
+
+ARITHMETIC: dict[torch.dtype, Arithmetic] = {torch.float32: Float32(), torch.bfloat16: BFloat16()}
+_BLOCK_BYTES = 640 << 10  # of code and weights, at most: a block runs many times and should stay in the L2 cache
+_BYTES_PER_PRODUCT = 11  # of code and weights
+_LEAST_ROWS = 8  # fewer accumulators than this wait for each other
+_TILE_BYTES = 400 << 10  # of the input that a tile reads: it is read once per block
+_LEAST_TILE = 16  # vectors
+_ITEMS_PER_WORKER = 8
+_SMALL = 100_000  # multiply-adds that are not worth a second thread
+_MAX_SHAPES = 64  # input shapes that a program remembers
+_EMITTED = ("none", "relu")  # activations; others run in PyTorch afterwards
+
+
+class Code:
+    """The machine code of a layer: one function per block of rows."""
+
+    def __init__(
+        self, arithmetic: Arithmetic, vectors: npt.NDArray[np.uint8], width: int, kept: int, relu: bool
+    ) -> None:
+        rows, taps, groups, products = vectors.shape
+        self.bounds = row_blocks(rows, taps * groups * products, arithmetic.max_rows)
+        by_row = np.ascontiguousarray(vectors.transpose(1, 2, 3, 0))
+        functions = [
+            emit_block(arithmetic, Shape(b - a, taps, groups, products, width, kept, relu), by_row[..., a:b])
+            for a, b in self.bounds
+        ]
+        self.memory = Executable(np.concatenate(functions))
+        starts = np.cumsum([0, *(len(function) for function in functions)])[:-1]
+        self.addresses = [self.memory.address + int(start) for start in starts]
+
+
+def row_blocks(rows: int, products: int, most: int) -> list[tuple[int, int]]:
+    """Split rows with this many multiply-adds each into blocks of equal size, and into a multiple of four if many.
+
+    >>> row_blocks(64, 288, 28)
+    [(0, 21), (21, 42), (42, 64)]
+    >>> len(row_blocks(256, 1152, 28)), len(row_blocks(512, 2304, 28))
+    (12, 20)
+    """
+    fitting = _BLOCK_BYTES // (_BYTES_PER_PRODUCT * products)
+    count = -(-rows // max(_LEAST_ROWS, min(most, fitting)))
+    if count > 4:
+        count = min(-(-count // 4) * 4, rows)
+    return [(first, first + length) for first, length in spans(rows, count)]
+
+
+class Program:
+    """Code and weights of a layer."""
+
+    def __init__(self, operation: Convolution | Linear, packed: Packed, bias: Tensor | None) -> None:
+        self._operation, self._convolution = operation, operation.convolution
+        self._sources = _sources(packed, bias)
+        self._dtype = packed.values.dtype
+        _check_weights(self._convolution, packed, bias)
+        arithmetic = ARITHMETIC[self._dtype]
+        self._size = arithmetic.size
+        rows, taps, groups, kept = packed.values.shape
+        width = self._convolution.channels // groups
+        if packed.codes is None:
+            places = np.broadcast_to(np.arange(width), packed.values.shape)
+        else:
+            places = places_of(packed.codes).numpy()
+        bits = packed.values.detach().contiguous().view(torch.int16 if self._size == 2 else torch.int32)
+        vectors, weights = arithmetic.operands(places, bits.numpy())
+        self.code = _code_for(arithmetic, vectors, width, kept, self._convolution.activation == "relu")
+        self._products = weights.size  # multiply-adds for one vector of pixels
+        biases = np.zeros(rows, np.float32) if bias is None else bias.detach().numpy()
+        self._weights = Block(4 * (rows + weights.size))
+        words, blocks, at = self._weights.bytes.view(np.uint32), [], 0
+        for (first, end), function in zip(self.code.bounds, self.code.addresses, strict=True):
+            blocks.append((function, self._weights.address + 4 * at, first))
+            for part in (biases[first:end].view(np.uint32), weights[first:end].transpose(1, 2, 3, 0).reshape(-1)):
+                words[at : at + part.size] = part
+                at += part.size
+        self._group_lines = self.code.memory.size / (LINE * len(blocks) * taps * groups)
+        self._blocks = np.array(blocks, np.int64)
+        self._prepared: dict[tuple[object, ...], _Prepared] = {}
+
+    def made_from(self, packed: Packed, bias: Tensor | None) -> bool:
+        """Whether the program has these weights: the same tensors, unchanged since."""
+        return self._sources == _sources(packed, bias)
+
+    def run(self, x: Tensor, residual: Tensor | None) -> Tensor:
+        """Run the layer on inputs stored as planes."""
+        if x.dtype is not self._dtype or not x.is_cpu or (residual is not None and residual.dtype is not self._dtype):
+            raise EngineError(f"the layer computes in {self._dtype} on the CPU, got {x.dtype} on {x.device}")
+        strides = None if residual is None else (residual.shape, residual.stride())
+        key = (x.shape, x.stride(), strides, torch.get_num_threads())
+        prepared = self._prepared.get(key)
+        if prepared is None:
+            if len(self._prepared) >= _MAX_SHAPES:
+                self._prepared.clear()
+            prepared = self._prepared[key] = self._prepare(x, residual)
+        storage = torch.empty(prepared.numbers, dtype=self._dtype)
+        source = x if prepared.copies is None else copied_planes(x, prepared.copies)
+        prepared.launch(source.data_ptr(), storage.data_ptr(), 0 if residual is None else residual.data_ptr())
+        y = storage.as_strided(prepared.shape, prepared.strides)
+        if self._operation.activation not in _EMITTED:
+            ACTIVATIONS[self._operation.activation].aten.overloadpacket.out(y, out=y)  # in place, in this layout
+        return y
+
+    def _prepare(self, x: Tensor, residual: Tensor | None) -> "_Prepared":
+        channel_dim = self._operation.channel_dim
+        shape = self._operation.out_shape(x.shape)
+        _check_inputs(self._operation, x, residual, shape)
+        out = empty_planes(shape, channel_dim, self._dtype, torch.device("meta"))
+        size = x.shape if channel_dim == 1 else (1, x.shape[-1], x.numel() // x.shape[-1], 1)
+        window = geometry(self._convolution, size[0], *size[2:])
+        pitch = x.stride(channel_dim)
+        if not window.direct:
+            copied = (size[0], size[1] * len(window.planes), *window.out)
+            pitch = empty_planes(copied, 1, self._dtype, torch.device("meta")).stride(1)
+        distances = np.array(window.plane_of) * size[1] * pitch + np.array(window.shifts)
+        workers = torch.get_num_threads() if self._products * window.vectors > _SMALL else 1
+        items = self._items(window, workers)
+        pitches = (pitch, out.stride(channel_dim), 0 if residual is None else residual.stride(channel_dim))
+        launch = Launch(
+            self._blocks,
+            items,
+            window.masks,
+            (self._size * distances).astype(np.int64),
+            size=self._size,
+            pitches=pitches,
+            workers=workers,
+            code_step=LINE * min(LINES_AHEAD, math.ceil(self._group_lines / items[:, 2].max())),
+        )
+        numbers = out.stride(channel_dim) * self._operation.rows
+        return _Prepared(launch, None if window.direct else window, numbers, tuple(shape), out.stride())
+
+    def _items(self, window: Geometry, workers: int) -> npt.NDArray[np.int32]:
+        """The items of work, in the order in which threads take them."""
+        blocks, channels = range(len(self._blocks)), self._convolution.channels * len(window.planes)
+        fitting = max(_LEAST_TILE, _TILE_BYTES // (self._size * LANES * channels))
+        tiles = -(-window.vectors // fitting)
+        by_tile = tiles > 1
+        if workers > 1:
+            tiles = max(tiles, min(-(-_ITEMS_PER_WORKER * workers // len(blocks)), window.vectors))
+        parts = spans(window.vectors, tiles)
+        if by_tile:  # the input of a tile stays in the cache, and the code streams
+            items = [(block, first, count) for first, count in parts for block in blocks]
+        else:
+            items = [(block, first, count) for block in blocks for first, count in parts]
+        table = np.array(items, np.int32)
+        following = np.minimum(np.arange(len(items)) + workers, len(items) - 1)
+        return np.column_stack([table, table[following, 0]])
+
+
+class _Prepared(NamedTuple):
+    """How to run on inputs of one shape."""
+
+    launch: Launch
+    copies: Geometry | None  # None if the input is read where it is
+    numbers: int  # of the output, with the space between its planes
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+_codes: "weakref.WeakValueDictionary[bytes, Code]" = weakref.WeakValueDictionary()
+_programs = WeakIdKeyDictionary()  # packed values -> {operation -> program}
+_lock = threading.Lock()
+
+
+def program_for(operation: Convolution | Linear, packed: Packed, bias: Tensor | None) -> Program:
+    """The program of packed weights. Emits code on first use, and again if the weights have changed."""
+    made = _programs.get(packed.values)
+    program: Program | None = None if made is None else made.get(operation)
+    if program is None or not program.made_from(packed, bias):
+        with _lock:
+            program = Program(operation, packed, bias)
+            _programs.setdefault(packed.values, {})[operation] = program
+    return program
+
+
+def _sources(packed: Packed, bias: Tensor | None) -> tuple[object, ...]:
+    """What identifies weights: the tensors, and how often they were written to. Values are known, see `_programs`."""
+    found: list[object] = []
+    for tensor in (packed.values, packed.codes, bias):
+        if tensor is not None:
+            found += [tensor.data_ptr(), None if tensor.is_inference() else tensor._version]
+    return tuple(found)
+
+
+def _code_for(arithmetic: Arithmetic, vectors: npt.NDArray[np.uint8], width: int, kept: int, relu: bool) -> Code:
+    about = repr((type(arithmetic).__name__, vectors.shape, width, kept, relu))
+    key = hashlib.sha256(about.encode() + vectors.tobytes()).digest()
+    found = _codes.get(key)
+    if found is None:
+        found = _codes[key] = Code(arithmetic, vectors, width, kept, relu)
+    return found
+
+
+def _check_weights(convolution: Convolution, packed: Packed, bias: Tensor | None) -> None:
+    """Raise `EngineError` if these are not the weights of the layer."""
+    if packed.values.dtype not in ARITHMETIC:
+        raise EngineError(f"the weight must be {' or '.join(map(str, ARITHMETIC))}, got {packed.values.dtype}")
+    if convolution.groups != 1:
+        raise EngineError(f"the layer must have one group, got {convolution.groups}")
+    values, codes = packed_shapes(convolution.weight_shape, sparse=packed.codes is not None)
+    for name, tensor, dtype, shape in (
+        ("values", packed.values, packed.values.dtype, values),
+        ("codes", packed.codes, torch.uint8, codes),
+        ("bias", bias, torch.float32, (convolution.rows,)),
+    ):
+        if tensor is not None and (tensor.shape != shape or tensor.dtype != dtype or not tensor.is_cpu):
+            raise EngineError(
+                f"the {name} of a weight of shape {convolution.weight_shape} must have shape {shape} in {dtype} on the "
+                f"CPU, got {tuple(tensor.shape)} in {tensor.dtype} on {tensor.device}"
+            )
+
+
+def _check_inputs(
+    operation: Convolution | Linear, x: Tensor, residual: Tensor | None, expected: tuple[int, ...]
+) -> None:
+    """Raise `EngineError` if the code would misread the inputs or touch memory outside of them."""
+    convolution, channel_dim = operation.convolution, operation.channel_dim
+    if x.dim() < 1 or (channel_dim == 1 and x.dim() != 4) or x.shape[channel_dim] != convolution.channels:
+        form = f"(N, {convolution.channels}, H, W)" if channel_dim == 1 else f"(..., {convolution.channels})"
+        raise EngineError(f"the input must have shape {form}, got {tuple(x.shape)}")
+    if min((*expected, *x.shape, *convolution.kernel, *convolution.stride, *convolution.dilation), default=1) < 1:
+        raise EngineError(f"{operation} has no output on an input of shape {tuple(x.shape)}")
+    if residual is not None and residual.shape != expected:
+        raise EngineError(
+            f"the residual must have the shape of the result, {tuple(expected)}, got {tuple(residual.shape)}"
+        )
+    for name, tensor in (("input", x), ("residual", residual)):
+        if tensor is not None and not (tensor.is_cpu and is_planes(tensor, channel_dim)):
+            raise EngineError(
+                f"the {name} must be stored as planes on the CPU, got strides {tensor.stride()} on {tensor.device}"
+            )
