@@ -180,6 +180,14 @@ def chain(*nodes):
     return edit
 
 
+def recurrent(weights, states, layers=1):
+    """An LSTM of one channel with weights and states of these shapes."""
+    shapes = [[5, 2, 8], *states, *weights]
+    numbers = [{"value": number} for number in range(1, 6)]
+    layer = ["aten.lstm.input", numbers[0], numbers[1:3], numbers[3:], False, layers, 0.0, False, False, False]
+    return chain(*(("aten.ones.default", shape) for shape in shapes), layer)
+
+
 def with_residual(header, tensors):
     """The first layer with one number for a residual."""
     place = header["nodes"].index(first_layer(header))
@@ -253,6 +261,9 @@ HOSTILE = {
         chain(("aten.ones.default", [1]), ("aten._weight_norm.default", {"value": 0}, {"value": 1})),
         "g must have one value",
     ),
+    "a recurrent layer that would, too": (recurrent([[4, 2], [4, 1]], [[1, 1, 1]] * 2), "the weights of a recurrent"),
+    "states of another size": (recurrent([[4, 8], [4, 1]], [[1, 7, 1]] * 2), "the states of a recurrent"),
+    "a thousand recurrent layers": (recurrent([[4, 8], [4, 1]], [[1, 2, 1]] * 2, 2**40), "recurrent layer"),
     "an output that is missing": (lambda h, t: h.update(structure=["tuple", ["*", "*"]]), "a structure for 2"),
     "a structure that is none": (lambda h, t: h.update(structure={"a": 1}), "not a valid structure"),
     "the same key twice": (lambda h, t: h.update(structure=["dict", ["a", "a"], ["*", "*"]]), "not a valid structure"),

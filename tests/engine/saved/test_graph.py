@@ -104,17 +104,17 @@ def test_several_inputs_of_different_dtypes(tmp_path):
     saved_and_loaded(fast, tmp_path / "net", inputs, (torch.tensor([1, 2, 3]), images(3), torch.rand(3, 1).double()))
 
 
-@pytest.mark.parametrize("name", ["LSTM", "GRU", "RNN"])
+RECURRENT = {
+    "LSTM": nn.LSTM(8, 4, num_layers=2, batch_first=True),
+    "LSTM in both directions": nn.LSTM(8, 4, batch_first=True, bidirectional=True, num_layers=3, bias=False),
+    "GRU": nn.GRU(8, 4, batch_first=True, bidirectional=True),
+    "RNN": nn.RNN(8, 4, batch_first=True, nonlinearity="relu"),
+}
+
+
+@pytest.mark.parametrize("name", RECURRENT)
 def test_recurrent_layers(tmp_path, name):
-    class Recurrent(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.layer = getattr(nn, name)(8, 4, batch_first=True)
-
-        def forward(self, x):
-            return self.layer(x)[0]
-
-    fast = compiled(Recurrent().eval(), halve.MaskSet({}), torch.randn(2, 5, 8))
+    fast = compiled(RECURRENT[name].eval(), halve.MaskSet({}), torch.randn(2, 5, 8))
     saved_and_loaded(fast, tmp_path / "net", (torch.randn(3, 5, 8),))
 
 

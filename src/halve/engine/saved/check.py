@@ -29,7 +29,7 @@ from halve.engine.lower import get_tensor
 from halve.engine.saved.plain import reason
 
 MOST_BYTES = 1 << 34  # of one value, for two images: 16 GiB
-_MOST_PIECES = 10_000  # tensors that operators return in lists, and steps of recurrent layers, of a network
+_MOST_PIECES = 10_000  # tensors that operators return in lists, of a network
 _MOST_INTEGER = 1 << 63
 _ATEN = torch.ops.aten
 _UNKNOWN = object()
@@ -97,6 +97,8 @@ class _Run:
         given = _by_name(target, args, named)
         if target in _CHECKS:
             _CHECKS[target](given)
+        if target in _GATES:
+            return _recurrent(given, _GATES[target])
         if target in _PIECES:
             self.pieces += max(_PIECES[target](given), 0)
             if self.pieces > _MOST_PIECES:
@@ -180,8 +182,22 @@ def _along(given: Mapping[str, Any]) -> int:
     return int(given["self"].shape[given["dim"]])
 
 
-def _steps(given: Mapping[str, Any]) -> int:
-    return int(max(given["input"].shape[:2])) * len(given["params"])
+def _recurrent(given: Mapping[str, Any], gates: int) -> tuple[Tensor, ...]:
+    """The results of a recurrent layer, which PyTorch would compute step by step even without memory."""
+    x, states = given["input"], given["hx"] if isinstance(given["hx"], list) else [given["hx"]]
+    directions, layers, hidden = 1 + given["bidirectional"], given["num_layers"], states[0].shape[-1]
+    rows = gates * hidden
+    shapes: list[list[tuple[int, ...]]] = []
+    for channels in (x.shape[2], directions * hidden):  # of the first layer, and of the others
+        biases = [(rows,)] * 2 if given["has_biases"] else []
+        shapes.append([(rows, channels), (rows, hidden), *biases] * directions)
+    found = [tuple(tensor.shape) for tensor in given["params"]]
+    if x.dim() != 3 or len(found) != layers * len(shapes[0]) or found != shapes[0] + shapes[1] * (layers - 1):
+        raise ValueError("the weights of a recurrent layer do not fit its input and states")
+    batch = x.shape[0 if given["batch_first"] else 1]
+    if any(tuple(state.shape) != (layers * directions, batch, hidden) for state in states):
+        raise ValueError("the states of a recurrent layer do not fit its input")
+    return x.new_empty((*x.shape[:2], directions * hidden)), *map(torch.empty_like, states)
 
 
 _CHECKS: dict[Any, Callable[[Mapping[str, Any]], None]] = {  # of arguments that PyTorch itself takes on trust
@@ -194,8 +210,8 @@ _PIECES: dict[Any, Callable[[Mapping[str, Any]], int]] = {  # how many tensors a
     _ATEN.unbind.int: _along,
     _ATEN.chunk.default: lambda given: min(given["chunks"], _along(given)),
     _ATEN.tensor_split.sections: lambda given: int(given["sections"]),
-    **dict.fromkeys((_ATEN.lstm.input, _ATEN.gru.input, _ATEN.rnn_relu.input, _ATEN.rnn_tanh.input), _steps),
 }
+_GATES = {_ATEN.lstm.input: 4, _ATEN.gru.input: 3, _ATEN.rnn_relu.input: 1, _ATEN.rnn_tanh.input: 1}
 
 
 @contextlib.contextmanager
