@@ -18,9 +18,9 @@ from tests.untouched import untouched
 def resnet():
     """(a model, its masks, the model compiled with them)"""
     model = family("resnet_basic")
-    masks = halve.prune(model)
+    masks, example = halve.prune(model), torch.randn(2, 3, 64, 64)
     with untouched(model):
-        fast = compiled(model, masks, torch.randn(2, 3, 64, 64))
+        fast = compiled(model, masks, example)
     return model, masks, fast
 
 
