@@ -18,7 +18,8 @@ def untouched(model: nn.Module) -> Iterator[None]:
 
     Compared: classes and what they define, modes, hooks, attributes, and for every parameter, buffer (persistent or
     not), gradient and tensor attribute its identity, dtype, device, strides, requires_grad, version and bits. Of the
-    process: random numbers, environment variables, numbers of threads and PyTorch's global settings.
+    process: random numbers (so make inputs before the block), environment variables, numbers of threads and PyTorch's
+    global settings.
     """
     before = _snapshot(model) | _process()
     try:

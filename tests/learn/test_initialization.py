@@ -90,8 +90,9 @@ class Peeking(nn.Linear):
 
 def test_a_model_that_cannot_be_captured_is_learned_in_its_own_order_and_the_recipe_says_why():
     model = nn.Sequential(Peeking(8, 8), nn.ReLU(), Peeking(8, 8), nn.ReLU(), Peeking(8, 3)).eval()
+    data = [torch.randn(4, 8)]
     with untouched(model):
-        masks = halve.learn(model, [torch.randn(4, 8)], steps=2)
+        masks = halve.learn(model, data, steps=2)
     assert moved(masks) == []
     assert masks.recipe["permute"] is None
     assert "torch.export cannot capture any part of Sequential: 0: " in masks.recipe["not_permuted"]

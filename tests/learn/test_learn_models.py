@@ -87,8 +87,9 @@ def test_tied_weights_learn_one_mask_for_all_their_uses():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
     model[2].weight = model[0].weight
+    data = torch.randn(20, 8)
     with untouched(model):
-        masks = learn(model, torch.randn(20, 8), steps=3)
+        masks = learn(model, data, steps=3)
     assert list(masks) == ["0"]
     assert masks["0"].shared_with == ("2",)
     assert halve.verify(halve.apply(model, masks), masks).ok

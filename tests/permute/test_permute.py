@@ -65,9 +65,9 @@ def small():
 
 @pytest.fixture(scope="module")
 def permuted():
-    model = residual()
+    model, example = residual(), torch.randn(1, 3, 8, 8)
     with untouched(model):
-        masks = halve.prune(model, permute=True, example=torch.randn(1, 3, 8, 8))
+        masks = halve.prune(model, permute=True, example=example)
     return model, masks
 
 

@@ -23,7 +23,7 @@ from halve.sources.data import load_data
 from halve.sources.letters import NAMES, letters, train_letters
 from halve.sources.weights import save_state
 
-STEPS = 800
+STEPS = 1000
 MAGNITUDE = "magnitude, recalibrated"
 SHOWN = 12  # letters in the picture
 MODEL_FILE = f"""# {MADE_BY_DEMO}: the network, which commands name as net.py:net

@@ -42,7 +42,7 @@ def train_digits(epochs: int = 12, seed: int = 0, progress: Any = None) -> Digit
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = DigitsResNet()
-        train_(model, images, labels, epochs=epochs, batch=64, augment=_shifted, progress=progress)
+        train_(model, images, labels, epochs=epochs, batch=64, weight_decay=5e-4, augment=_shifted, progress=progress)
     return model
 
 

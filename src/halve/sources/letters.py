@@ -67,7 +67,7 @@ def train_letters(epochs: int = 5, seed: int = 0, progress: Any = None) -> Lette
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = LettersResNet()
-        train_(model, images, labels, epochs=epochs, batch=128, progress=progress)
+        train_(model, images, labels, epochs=epochs, batch=128, weight_decay=0.0, progress=progress)
     return model
 
 

@@ -54,6 +54,7 @@ def train_(
     *,
     epochs: int,
     batch: int,
+    weight_decay: float,
     augment: Callable[[Tensor], Tensor] | None = None,
     progress: Any = None,
 ) -> None:
@@ -65,11 +66,12 @@ def train_(
         labels: Their classes.
         epochs: Passes over the images.
         batch: Images per step.
+        weight_decay: Weight decay of SGD.
         augment: Changes the images of a batch (default: they stay).
         progress: Wraps the loop over epochs.
     """
     model.train()
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4, nesterov=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=weight_decay, nesterov=True)
     steps = len(images) // batch
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=epochs * steps)
     rounds: Iterable[int] = range(epochs)
