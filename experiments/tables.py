@@ -242,8 +242,8 @@ def speed_notes() -> str:
     ]
     words = " and ".join(f"{ratio:.2f}x on {name_of(network)}" for network, ratio in sparsity_alone().items())
     notes = [
-        f"- **Sparsity itself** (*our kernels, dense* over *halve*) is worth {words} at batch 256. The rest of the gain "
-        f"is due to the kernels: fusion, the first layer with its pooling, and kernels that start early.",
+        f"- **Sparsity itself** (*our kernels, dense* over *halve*) is worth {words} at batch 256. The rest of the "
+        f"gain is due to the kernels: fusion, the first layer with its pooling, and kernels that start early.",
     ]
     if semi:
         notes.append(
