@@ -53,16 +53,21 @@ def demo(
     test = load_data("letters:test", batch_size=256).loader
     calibration = load_data("letters:train", batch_size=128, shuffle=True, seed=seed).loader
 
-    magnitude = halve.prune(model, "magnitude")
     with progress.Learning() as bar:  # no augmentation: there are images enough, and mirrored letters are none
-        learned = halve.learn(model, calibration, steps=STEPS, augment=False, seed=seed, report=bar)
+        learned = halve.learn(
+            *(model, calibration), steps=STEPS, augment=False, seed=seed, report=bar, progress=progress.track
+        )
+    magnitude = halve.prune(model, "magnitude", progress=False)
     methods: dict[str, MaskSet] = {
-        "random": halve.prune(model, "random", seed=seed),
+        "random": halve.prune(model, "random", seed=seed, progress=False),
         "magnitude": magnitude,
         MAGNITUDE: halve.recalibrate(model, magnitude, calibration, progress=progress.track),
         "learned": learned,
     }
-    results = {name: halve.evaluate(model, masks, test) for name, masks in methods.items()}
+    results = {
+        name: halve.evaluate(model, methods[name], test, progress=False)
+        for name in progress.track(list(methods), "evaluating")
+    }
 
     drawing = _drawing(model, methods, results)
     files = [
@@ -73,8 +78,8 @@ def demo(
         outputs["letters.packed.safetensors"].write(lambda path: halve.pack(model, learned, path, force=force)),
         outputs["demo.svg"].write(lambda path: write_atomically(path, drawing.encode())),
     ]
-    saved = halve.load(out / "letters.masks.safetensors")
-    verified = halve.verify(halve.apply(model, saved), saved)
+    written = halve.load(out / "letters.masks.safetensors")
+    verified = halve.verify(halve.apply(model, written), written)
     sizes = {path.name: path.stat().st_size for path in files}
     seconds = time.perf_counter() - started
     if json:
