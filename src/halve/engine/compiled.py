@@ -25,6 +25,7 @@ from halve.engine.recorded import CAPTURE_LOCK, MAX_RECORDINGS, Recordings, Shap
 from halve.engine.saved import SavedNetwork
 from halve.engine.timing_cache import TimingCache, network_key
 from halve.errors import EngineError, EngineWarning, OptionError, first_line, listed, warn
+from halve.process_state import preserved_process_state
 
 _NHWC = torch.channels_last
 _MAX_SHAPES = 4096  # shapes remembered as valid
@@ -140,6 +141,7 @@ class Compiled(nn.Module):
             f"{advice}with an example of that shape"
         )
 
+    @preserved_process_state()
     def warmup(self, batch_sizes: Sequence[int] | int, progress: Progress = True) -> "Compiled":
         """Plan and record batch sizes ahead of time. Returns self.
 

@@ -171,9 +171,8 @@ def learn(
     if run_state is not None:
         identity = _identity(settings, layers, orders, processes)
         file = RunFile(Path(run_state), save_every, identity, orders.state())
-    outcome = Loop(learner, stream, settings, processes, Reporter(processes, report, log, progress is True), file).run(
-        resume
-    )
+    reporter = Reporter(processes, report, log, progress is True)
+    outcome = Loop(learner, stream, settings, processes, reporter, file).run(resume)
 
     # finish
     recipe = {"method": "learn", **settings.described(), "preset": preset, "blocks": blocks}
