@@ -57,7 +57,7 @@ CALLS = {
     "prune, random": lambda model, masks, path: halve.prune(model, "random"),
     "prune, wanda": lambda model, masks, path: halve.prune(model, "wanda", shuffled(), recalibrate=True),
     "prune, reconstruct": lambda model, masks, path: halve.prune(model, "reconstruct", shuffled()),
-    "learn": lambda model, masks, path: halve.learn(model, shuffled(), steps=2),
+    "learn": lambda model, masks, path: halve.learn(model, shuffled(), steps=2, validation=False),
     "recalibrate": lambda model, masks, path: halve.recalibrate(model, masks, shuffled()),
     "apply": lambda model, masks, path: halve.apply(model, masks),
     "restore_order": lambda model, masks, path: halve.restore_order(model, masks),

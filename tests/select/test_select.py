@@ -119,7 +119,8 @@ def test_a_pattern_for_layers_that_are_not_named_by_strings_is_refused():
         select(small(), {5: "2:4"})
 
 
-def test_one_kind_may_be_given_as_a_string():
+def test_names_may_be_given_as_a_set_and_one_kind_as_a_string():
+    assert masked(small(), include={"4", "6"}) == ["4", "6"]
     assert masked(small(), kinds="linear") == masked(small(), kinds=["linear"]) == ["6"]
 
 

@@ -56,7 +56,7 @@ def compile(
         on_changed=on_changed,  # type: ignore[arg-type]
         progress=progress.track,
     )
-    path = output.write(fast.save)
+    path = output.write(lambda to: fast.save(to, force=force))
     if json:
         show.as_json({"file": str(path), "bytes": path.stat().st_size, "plan": fast.plan.as_json()})
         return

@@ -26,6 +26,7 @@ from halve.engine.saved import file
 from halve.engine.saved.file import SavedNetwork
 from halve.engine.timing_cache import TimingCache, network_key
 from halve.errors import EngineError, EngineWarning, OptionError, first_line, listed, warn
+from halve.process_state import preserved_process_state
 
 _NHWC = torch.channels_last
 _MAX_SHAPES = 4096  # shapes remembered as valid
@@ -151,6 +152,7 @@ class Compiled(nn.Module):
             f"{advice}with an example of that shape"
         )
 
+    @preserved_process_state()
     def warmup(self, batch_sizes: Sequence[int] | int, progress: Progress = True) -> "Compiled":
         """Plan and record batch sizes ahead of time. Returns self.
 

@@ -1,6 +1,6 @@
 """Decide which layers are masked, with a reason for each layer."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypedDict, overload
@@ -329,12 +329,13 @@ def _shape(module: nn.Module) -> tuple[int, ...]:
 
 def _globs(option: str, given: Globs | None) -> tuple[str, ...] | None:
     """The value of an option as a tuple of strings."""
-    globs = (given,) if isinstance(given, str) else given
-    if globs is None:
+    if given is None:
         return None
-    if not isinstance(globs, Sequence) or not all(isinstance(glob, str) for glob in globs):
+    several = isinstance(given, Iterable) and not isinstance(given, str | Mapping)
+    globs: tuple[Any, ...] = tuple(given) if several else (given,)
+    if not all(isinstance(glob, str) for glob in globs):
         raise OptionError(f"{option} must be a string or a list of strings, got {given!r}")
-    return tuple(globs)
+    return globs
 
 
 def _match(name: str, globs: tuple[str, ...] | None) -> bool:

@@ -21,7 +21,7 @@ def relu(number):
 
 LAYER = {
     "name": "",
-    "operation": {"kind": "Linear", "rows": 1, "channels": 8, "activation": "none"},
+    "operation": {"kind": "Linear", "rows": 1, "channels": 8, "activation": "none", "scaled": False},
     "dtype": "float32",
     "packed": None,
     "kernels": {},
