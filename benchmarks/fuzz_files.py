@@ -16,6 +16,7 @@ import contextlib
 import copy
 import datetime
 import json
+import marshal
 import platform
 import random
 import resource
@@ -87,7 +88,7 @@ class Target:
 
 def mutated(value: Any, rng: random.Random, values: tuple[Any, ...] = VALUES) -> Any:
     """A copy of a JSON value with one thing changed: a key, an item, a number, a text, or all of it."""
-    result = copy.deepcopy(value)
+    result = marshal.loads(marshal.dumps(value))  # a copy
     places = list(_places(result))
     if not places:
         return rng.choice(values)
@@ -181,7 +182,7 @@ def _call_something(header: Any, rng: random.Random) -> None:
         return
     name = rng.choice(OPERATORS)
     target = operators.operator_named(name)
-    schema = getattr(target, "_schema", None)
+    schema = operators.schema_of(target)
     types = [str(argument.type) for argument in schema.arguments] if schema else ["int"] * rng.choice([1, 2, 3])
     last = len(header["nodes"]) + 1
     arguments = [_argument(kind, last, rng) for kind in types]
