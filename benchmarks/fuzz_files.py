@@ -16,6 +16,7 @@ import contextlib
 import copy
 import datetime
 import json
+import marshal
 import platform
 import random
 import resource
@@ -87,7 +88,7 @@ class Target:
 
 def mutated(value: Any, rng: random.Random, values: tuple[Any, ...] = VALUES) -> Any:
     """A copy of a JSON value with one thing changed: a key, an item, a number, a text, or all of it."""
-    result = copy.deepcopy(value)
+    result = marshal.loads(marshal.dumps(value))  # a copy
     places = list(_places(result))
     if not places:
         return rng.choice(values)
@@ -181,7 +182,7 @@ def _call_something(header: Any, rng: random.Random) -> None:
         return
     name = rng.choice(OPERATORS)
     target = operators.operator_named(name)
-    schema = getattr(target, "_schema", None)
+    schema = operators.schema_of(target)
     types = [str(argument.type) for argument in schema.arguments] if schema else ["int"] * rng.choice([1, 2, 3])
     last = len(header["nodes"]) + 1
     arguments = [_argument(kind, last, rng) for kind in types]
@@ -485,19 +486,29 @@ def _in_time() -> Iterator[None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--cases", type=int, default=1_000_000, help="mask files, packed checkpoints and run states")
-    parser.add_argument("--networks", type=int, default=10_000, help="compiled networks")
+    parser.add_argument(
+        "--cases", type=int, default=1_000_000, help="mask files, packed checkpoints and run states; 0 keeps the record"
+    )
+    parser.add_argument("--networks", type=int, default=10_000, help="compiled networks; 0 keeps the record")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop each of the two after this time")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    started = time.perf_counter()
-    result: dict[str, Any] = {
-        "files": fuzz(arguments.cases, arguments.seed, arguments.seconds),
-        "networks": fuzz(arguments.networks, arguments.seed, arguments.seconds, networks),
-    }
-    result["seconds"] = round(time.perf_counter() - started, 1)
+    result = json.loads(arguments.out.read_text()) if arguments.out.exists() else {}
+    for part, cases, make in (("files", arguments.cases, targets), ("networks", arguments.networks, networks)):
+        if cases:
+            result[part] = _timed(cases, arguments.seed, arguments.seconds, make)
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result, indent=2))
+    sys.exit(1 if any(part["failures"] for part in result.values()) else 0)
+
+
+def _timed(*arguments: Any) -> dict[str, Any]:
+    """The result of `fuzz`, with its time and versions."""
+    started = time.process_time()
+    result = fuzz(*arguments)
+    result["processor_seconds"] = round(time.process_time() - started, 1)
     result["versions"] = {
         "halve": VERSION,
         "python": platform.python_version(),
@@ -505,9 +516,7 @@ def main() -> None:
         "safetensors": safetensors.__version__,
     }
     result["date"] = datetime.date.today().isoformat()
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
-    print(json.dumps(result, indent=2))
-    sys.exit(1 if result["files"]["failures"] or result["networks"]["failures"] else 0)
+    return result
 
 
 if __name__ == "__main__":

@@ -40,6 +40,7 @@ def saved_and_loaded(fast, path, *batches):
 
 
 GRAPHS = {
+    "antialiasing": lambda n, x: F.interpolate(n.a(x), scale_factor=0.5, mode="bilinear", antialias=True),
     "sizes": lambda n, x: F.interpolate(n.a(x), size=(x.shape[2] * 2, x.shape[3] // 2 + x.shape[2] % 3)),
     "a maximum of sizes": lambda n, x: n.a(x)[:, :, : max(x.shape[2] - 3, 4)],
     "a power of a size": lambda n, x: n.a(x) / x.shape[2] ** 0.5,

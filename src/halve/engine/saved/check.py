@@ -13,7 +13,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -26,10 +25,12 @@ from torch.fx.node import map_aggregate
 from halve.engine.kernels.registry import FALLBACK, family_of
 from halve.engine.layer import Layer
 from halve.engine.lower import get_tensor
+from halve.engine.saved import trusting
+from halve.engine.saved.operators import schema_of
 from halve.engine.saved.plain import reason
 
 MOST_BYTES = 1 << 34  # of one value, for two images: 16 GiB
-_MOST_PIECES = 10_000  # tensors that operators return in lists, of a network
+_MOST_PIECES = 10_000  # tensors that operators return in lists, and weights of recurrent layers, of a network
 _MOST_INTEGER = 1 << 63
 _ATEN = torch.ops.aten
 _UNKNOWN = object()
@@ -91,18 +92,15 @@ class _Run:
         return self.values[argument] if isinstance(argument, Node) else argument
 
     def _call(self, target: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        if not isinstance(target, OpOverload):
+        if schema_of(target) is None:
             _check_numbers(target, args)
             return target(*args)
-        given = _by_name(target, args, named)
-        if target in _CHECKS:
-            _CHECKS[target](given)
-        if target in _GATES:
-            return _recurrent(given, _GATES[target])
         if target in _PIECES:
-            self.pieces += max(_PIECES[target](given), 0)
+            self.pieces += max(_PIECES[target](_by_name(target, args, named)), 0)
             if self.pieces > _MOST_PIECES:
                 raise ValueError(f"it splits tensors into more than {_MOST_PIECES:,} pieces")
+        if target in _RECURRENT:
+            return _one_step(target, _by_name(target, args, named))
         try:
             return target(*args, **named)
         except (DynamicOutputShapeException, DataDependentOutputException, UnsupportedOperatorException):
@@ -158,60 +156,32 @@ def _check_numbers(function: Callable[..., Any], args: Sequence[Any]) -> None:
         raise ValueError("the exponent of an integer must be at most 64")
 
 
-def _by_name(target: OpOverload, args: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
+def _by_name(target: Callable[..., Any], args: Sequence[Any], named: Mapping[str, Any]) -> dict[str, Any]:
     """All arguments of an operator, with defaults."""
-    known = target._schema.arguments
+    known = schema_of(target).arguments
     defaults = {argument.name: argument.default_value for argument in known if argument.has_default_value()}
     return defaults | {argument.name: value for argument, value in zip(known, args, strict=False)} | dict(named)
 
 
-def _check_norm(given: Mapping[str, Any]) -> None:
-    channels = given["input"].shape[1]
-    for name in ("weight", "bias", "running_mean", "running_var"):
-        if (values := given.get(name)) is not None and tuple(values.shape) != (channels,):
-            raise ValueError(f"{name} must have shape ({channels},), got {tuple(values.shape)}")
-
-
-def _check_weight_norm(given: Mapping[str, Any]) -> None:
-    v, g, dim = given["v"], given["g"], given["dim"]
-    if dim in (0, v.dim() - 1) and tuple(g.shape) != tuple(size if d == dim else 1 for d, size in enumerate(v.shape)):
-        raise ValueError(f"g must have one value for each index along dimension {dim} of {tuple(v.shape)}")
+def _one_step(target: Callable[..., Any], given: dict[str, Any]) -> tuple[Tensor, ...]:
+    """The results of a recurrent layer, by way of its first step: PyTorch would compute all, even without memory."""
+    x, time = given["input"], 1 if given["batch_first"] else 0
+    output, *states = target(**given | {"input": x.narrow(time, 0, 1)})
+    return output.new_empty((*x.shape[:2], output.shape[2])), *states
 
 
 def _along(given: Mapping[str, Any]) -> int:
     return int(given["self"].shape[given["dim"]])
 
 
-def _recurrent(given: Mapping[str, Any], gates: int) -> tuple[Tensor, ...]:
-    """The results of a recurrent layer, which PyTorch would compute step by step even without memory."""
-    x, states = given["input"], given["hx"] if isinstance(given["hx"], list) else [given["hx"]]
-    directions, layers, hidden = 1 + given["bidirectional"], given["num_layers"], states[0].shape[-1]
-    rows = gates * hidden
-    shapes: list[list[tuple[int, ...]]] = []
-    for channels in (x.shape[2], directions * hidden):  # of the first layer, and of the others
-        biases = [(rows,)] * 2 if given["has_biases"] else []
-        shapes.append([(rows, channels), (rows, hidden), *biases] * directions)
-    found = [tuple(tensor.shape) for tensor in given["params"]]
-    if x.dim() != 3 or len(found) != layers * len(shapes[0]) or found != shapes[0] + shapes[1] * (layers - 1):
-        raise ValueError("the weights of a recurrent layer do not fit its input and states")
-    batch = x.shape[0 if given["batch_first"] else 1]
-    if any(tuple(state.shape) != (layers * directions, batch, hidden) for state in states):
-        raise ValueError("the states of a recurrent layer do not fit its input")
-    return x.new_empty((*x.shape[:2], directions * hidden)), *map(torch.empty_like, states)
-
-
-_CHECKS: dict[Any, Callable[[Mapping[str, Any]], None]] = {  # of arguments that PyTorch itself takes on trust
-    _ATEN._native_batch_norm_legit_no_training.default: _check_norm,
-    _ATEN._native_batch_norm_legit.no_stats: _check_norm,
-    _ATEN._weight_norm.default: _check_weight_norm,
-}
+_RECURRENT = (trusting.lstm, _ATEN.gru.input, _ATEN.rnn_relu.input, _ATEN.rnn_tanh.input)
 _PIECES: dict[Any, Callable[[Mapping[str, Any]], int]] = {  # how many tensors an operator makes even without memory
     _ATEN.split.Tensor: lambda given: _along(given) // max(given["split_size"], 1),
     _ATEN.unbind.int: _along,
     _ATEN.chunk.default: lambda given: min(given["chunks"], _along(given)),
     _ATEN.tensor_split.sections: lambda given: int(given["sections"]),
+    **dict.fromkeys(_RECURRENT, lambda given: len(given["params"])),
 }
-_GATES = {_ATEN.lstm.input: 4, _ATEN.gru.input: 3, _ATEN.rnn_relu.input: 1, _ATEN.rnn_tanh.input: 1}
 
 
 @contextlib.contextmanager

@@ -1,8 +1,8 @@
 """The operators that a file with a compiled network may name. Everything else in a file is data.
 
 An operator of PyTorch's `aten` library is on the list if it only computes new values from its arguments: it writes to
-no argument and no file, and checks sizes and indices before it reads memory. (`check.py` adds checks where PyTorch has
-none.) Overloads that write to an argument are never found, whatever their name.
+no argument and no file, and checks sizes and indices before it reads memory. Where PyTorch does not check, the function
+that does is found in its place. Overloads that write to an argument are never found, whatever their name.
 """
 
 import functools
@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 from torch._ops import OpOverload
+
+from halve.engine.saved.trusting import CHECKED, TRUSTING
 
 _TENSORS = {
     "arithmetic": """
@@ -76,7 +78,7 @@ _TENSORS = {
         max_pool2d max_pool2d_with_indices max_pool3d max_pool3d_with_indices max_unpool2d max_unpool3d
         _native_batch_norm_legit.no_stats _native_batch_norm_legit_no_training native_group_norm native_layer_norm
         pairwise_distance rms_norm rnn_relu.input rnn_tanh.input scaled_dot_product_attention upsample_bicubic2d
-        _upsample_bicubic2d_aa upsample_bilinear2d _upsample_bilinear2d_aa upsample_linear1d upsample_nearest1d
+        _upsample_bicubic2d_aa.vec upsample_bilinear2d _upsample_bilinear2d_aa.vec upsample_linear1d upsample_nearest1d
         upsample_nearest2d upsample_nearest3d _upsample_nearest_exact1d _upsample_nearest_exact2d
         _upsample_nearest_exact3d upsample_trilinear3d _weight_norm
     """,
@@ -116,8 +118,8 @@ def name_of(target: Any) -> str:
     >>> name_of(torch.ops.aten.add.Tensor), name_of(operator.mul)
     ('aten.add.Tensor', 'operator.mul')
     """
-    name = _FUNCTION_NAMES.get(target) or str(target)
-    if operator_named(name) is not target:
+    name = _FUNCTION_NAMES.get(target) or str(TRUSTING.get(target, target))
+    if operator_named(name) is not CHECKED.get(target, target):
         raise ValueError(f"another operator is called {name}")
     return name
 
@@ -146,7 +148,12 @@ def operator_named(name: str) -> Callable[..., Any]:
     found: OpOverload = getattr(packet, overload_name)
     if not _computes_only(found):
         raise ValueError(f"{name[:80]!r} is not an operator that files may contain")
-    return found
+    return CHECKED.get(found, found)
+
+
+def schema_of(target: Callable[..., Any]) -> Any:
+    """The schema of an operator; None for a function of Python's."""
+    return getattr(TRUSTING.get(target, target), "_schema", None)
 
 
 def _computes_only(found: OpOverload) -> bool:
@@ -165,11 +172,12 @@ def check_arguments(target: Callable[..., Any], args: Sequence[Any], named: Mapp
     PyTorch checks their types when it is called, except for those that are integers inside: an integer that is not a
     valid dtype ends the process.
     """
-    if not isinstance(target, OpOverload):
+    schema = schema_of(target)
+    if schema is None:
         if named:
             raise ValueError("arguments of a function must be positional")
         return
-    known = target._schema.arguments
+    known = schema.arguments
     positional = [argument.name for argument in known if not argument.kwarg_only]
     given = {*positional[: len(args)], *named}
     if len(args) > len(positional) or len(given) < len(args) + len(named):
