@@ -117,7 +117,10 @@ def test_progress_can_be_turned_off(terminal, given):
 
 DATA = [(images(8), labels(8))] * 2
 CALLS = {
-    "learn": (lambda model, masks, **o: halve.learn(model, DATA, steps=3, validation=False, **o), ["channel orders", "learning [===="]),
+    "learn": (
+        lambda model, masks, **o: halve.learn(model, DATA, steps=3, validation=False, **o),
+        ["channel orders", "learning [===="],
+    ),
     "prune": (lambda model, masks, **o: halve.prune(model, "wanda", DATA, **o), ["activations [====", "layers"]),
     "prune, permuted": (
         lambda model, masks, **o: halve.prune(model, permute=True, example=images(2), **o),
@@ -161,7 +164,8 @@ def test_a_report_takes_the_place_of_the_line(terminal):
 
 @pytest.mark.parametrize("watched", [True, False])
 def test_progress_is_shown_in_a_real_terminal_and_not_in_a_pipe(watched):
-    code = "import halve, tests.tiny as t; halve.learn(t.convnet(), t.images(8), steps=2, permute=False, validation=False); print('done')"
+    learn = "halve.learn(t.convnet(), t.images(8), steps=2, permute=False, validation=False)"
+    code = f"import halve, tests.tiny as t; {learn}; print('done')"
     ours, theirs = pty.openpty() if watched else os.pipe()
     process = subprocess.Popen(
         [sys.executable, "-c", code], env=environment(TERM="xterm"), stdout=subprocess.PIPE, stderr=theirs

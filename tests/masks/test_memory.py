@@ -118,7 +118,9 @@ def test_the_files_of_a_resnet_18_take_little_memory(tmp_path):
     model = torchvision.models.resnet18().eval()
     masks = halve.prune(model)
     assert measured(tmp_path, "load", {"masks": masks.save}) == {"masks": ""}
-    assert measured(tmp_path, "unpack", {"packed": lambda path: halve.pack(model, masks, path, force=True)}) == {"packed": ""}
+    assert measured(tmp_path, "unpack", {"packed": lambda path: halve.pack(model, masks, path, force=True)}) == {
+        "packed": ""
+    }
 
 
 def test_nothing_is_packed_that_could_not_be_unpacked(tmp_path, monkeypatch):

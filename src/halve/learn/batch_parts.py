@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from halve.batches import images_of
+from halve.batches import check_readable, images_of
 from halve.errors import DataError
 
 
@@ -75,7 +75,10 @@ def _length_of_first_part(batch: Any) -> int:
     if isinstance(batch, tuple | list) and batch:
         return len(batch) if _is_image_list(batch) else _length_of_first_part(batch[0])
     parts = batch.values() if isinstance(batch, Mapping) else [batch]
-    return next((len(part) for part in parts if _is_sequence(part)), 0)
+    first = next((part for part in parts if _is_sequence(part)), ())
+    if isinstance(first, Tensor):
+        check_readable(first)
+    return len(first)
 
 
 def _is_sequence(part: Any) -> bool:
