@@ -20,7 +20,7 @@ from halve.engine.kernels.kernel import Kernel
 from halve.engine.kernels.registry import FALLBACK, family_of, no_sparse_kernels
 from halve.engine.layer import Layer
 from halve.engine.lower import move_
-from halve.engine.plan import Plan, decide
+from halve.engine.plan import Entry, Plan, decide
 from halve.engine.recorded import CAPTURE_LOCK, MAX_RECORDINGS, Recordings, Shapes, shapes_of
 from halve.engine.saved import SavedNetwork
 from halve.engine.timing_cache import TimingCache, network_key
@@ -63,6 +63,7 @@ class Compiled(nn.Module):
         self._valid: set[Shapes] = set()  # shapes that passed the checks
         self._recordings = Recordings()
         self._sparse_kernels: list[dict[int, Kernel]] = []  # of each layer, before the network fell back to dense
+        self._plans: dict[str, tuple[list[dict[int, Kernel]], dict[int, list[Entry]]]] = {}  # of other device types
 
     @property
     def reason(self) -> str | None:
@@ -96,6 +97,8 @@ class Compiled(nn.Module):
 
     def _run(self, *inputs: Any) -> Any:
         outputs = self.body(*(self.cast_input(x) for x in inputs))
+        if self.device.type == "cpu" and self._has_layers:
+            outputs = pytree.tree_map_only(Tensor, _without_gaps, outputs)
         if self.output_dtype == self.dtype:
             return outputs
         return pytree.tree_map_only(Tensor, self._cast_output, outputs)
@@ -172,6 +175,8 @@ class Compiled(nn.Module):
                 self.plan.batches |= {size: entries} if entries else {}
             if self.device.type == "cuda":
                 self._record(inputs)
+            elif self.device.type == "cpu":
+                self._run(*inputs)  # CPU kernels are emitted on first use
 
     def _current(self) -> contextlib.AbstractContextManager[object]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
@@ -215,9 +220,25 @@ class Compiled(nn.Module):
         super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         if moved.device != self.device:
             move_(self.body, self.device, moved.device)
-            before, self.device = no_sparse_kernels(self.device, self.dtype), moved.device
-            self._adapt(before)
+            old, self.device = self.device, moved.device
+            self._adapt(no_sparse_kernels(old, self.dtype))
+            if not self.runs_here() and not self.switch_plan(old):
+                message = f"running dense: the plan was made for {old.type}, call warmup() to plan for {self.device.type}"
+                warnings.warn(message, EngineWarning, stacklevel=2)
         return self
+
+    def runs_here(self) -> bool:
+        """Whether the kernels of all layers run on this type of device."""
+        kernels = {(kernel, layer.dtype) for layer in self.layers for kernel in layer.kernels.values()}
+        return all(family_of(kernel).unavailable(self.device, dtype) is None for kernel, dtype in kernels)
+
+    def switch_plan(self, old: torch.device) -> bool:
+        """Use the plan that was made for this type of device. Runs dense and returns False if there is none."""
+        self._plans[old.type] = [dict(layer.kernels) for layer in self.layers], dict(self.plan.batches)
+        kernels, self.plan.batches = self._plans.get(self.device.type, ([{1: FALLBACK}] * len(self.layers), {}))
+        for layer, chosen in zip(self.layers, kernels, strict=True):
+            layer.use(chosen)
+        return bool(self.plan.batches)
 
     def _adapt(self, before: str | None) -> None:
         """Switch to dense or back to sparse on a new device. `before` is why the old device could not run sparse."""
@@ -283,11 +304,19 @@ def load(path: str | Path, device: str | torch.device | None = None) -> Compiled
     fast.plan = network.plan
     if device is None:
         device = network.device if network.device.type != "cuda" or torch.cuda.is_available() else "cpu"
-    fast = fast.to(device)
+    fast, sizes = fast.to(device), list(network.plan.batches)
     reason = no_sparse_kernels(fast.device, fast.dtype)
-    if network.device.type == "cuda" and reason is not None and fast.reason is None:
+    if fast.reason is None and reason is not None:
         fast.fall_back(reason)
-    return fast.warmup(list(fast.plan.batches))
+    elif not fast.runs_here():
+        fast.switch_plan(network.device)
+    return fast.warmup(sizes)
+
+
+def _without_gaps(y: Tensor) -> Tensor:
+    """An output in a usual memory format. Layers may leave space between the channels of their outputs."""
+    usual = y.is_contiguous() or (y.dim() == 4 and y.is_contiguous(memory_format=_NHWC))
+    return y if usual else y.contiguous()
 
 
 def _batched(example: Tensor) -> str:
