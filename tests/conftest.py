@@ -29,6 +29,7 @@ def few_letters(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def cpu_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Hide the CPU kernels, so that tests do the same on all CPUs, except from tests marked `cpu_kernels`."""
+    monkeypatch.setenv(features.SWITCH, "1")
     if request.node.get_closest_marker("cpu_kernels") is None:
         monkeypatch.setattr(features, "cpu_flags", frozenset)
     elif (reason := no_sparse_kernels(torch.device("cpu"), torch.float32)) is not None:

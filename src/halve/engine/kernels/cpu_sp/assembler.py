@@ -309,15 +309,16 @@ class Assembler:
             return
         base, displacement, index, scale = operand.base, operand.displacement, operand.index, operand.scale
         short = displacement % unit == 0 and -128 <= displacement // unit < 128
-        mode = 0x40 if short else 0x80
+        none = displacement == 0 and base & 7 != RBP  # that encoding means something else
+        mode = 0x00 if none else 0x40 if short else 0x80
         if index is None and base & 7 != RSP:
             self.code.append(mode | field | base & 7)
         else:
             place = RSP if index is None else index & 7
             self.code += bytes([mode | field | RSP, (scale.bit_length() - 1) << 6 | place << 3 | base & 7])
-        if short:
+        if short and not none:
             self.code.append(displacement // unit & 255)
-        else:
+        elif not short:
             self._int32(displacement)
 
 

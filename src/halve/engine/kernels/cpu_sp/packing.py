@@ -73,7 +73,8 @@ def unpack(packed: Packed, shape: Sequence[int]) -> Tensor:
 
 def places_of(codes: Tensor) -> Tensor:
     """The channels that each group keeps, ascending: int64, (*codes.shape, 2)."""
-    if codes.dtype != torch.uint8 or (codes.numel() and int(codes.max()) >= PATTERN.count):
+    known = codes.numel() and not codes.is_meta
+    if codes.dtype != torch.uint8 or (known and int(codes.max()) >= PATTERN.count):
         raise EngineError(f"the codes of a 2:4 weight must be uint8 below {PATTERN.count}")
     table = PATTERN.table().nonzero()[:, 1].reshape(PATTERN.count, PATTERN.kept)
     return table.to(codes.device)[codes.long()]

@@ -100,7 +100,12 @@ class Program:
                 at += part.size
         self._group_lines = self.code.memory.size / (LINE * len(blocks) * taps * groups)
         self._blocks = np.array(blocks, np.int64)
-        self._prepared: dict[tuple[object, ...], _Prepared] = {}
+        self._prepared: dict[tuple[object, ...], Prepared] = {}
+
+    @property
+    def code_bytes(self) -> int:
+        """The size of the code, which equal layers share."""
+        return self.code.memory.size
 
     def made_from(self, packed: Packed, bias: Tensor | None) -> bool:
         """Whether the program has these weights: the same tensors, unchanged since."""
@@ -116,7 +121,7 @@ class Program:
         if prepared is None:
             if len(self._prepared) >= _MAX_SHAPES:
                 self._prepared.clear()
-            prepared = self._prepared[key] = self._prepare(x, residual)
+            prepared = self._prepared[key] = self.prepare(x, residual)
         storage = torch.empty(prepared.numbers, dtype=self._dtype)
         source = x if prepared.copies is None else copied_planes(x, prepared.copies)
         prepared.launch(source.data_ptr(), storage.data_ptr(), 0 if residual is None else residual.data_ptr())
@@ -125,10 +130,10 @@ class Program:
             ACTIVATIONS[self._operation.activation].aten.overloadpacket.out(y, out=y)  # in place, in this layout
         return y
 
-    def _prepare(self, x: Tensor, residual: Tensor | None) -> "_Prepared":
+    def prepare(self, x: Tensor, residual: Tensor | None) -> "Prepared":
+        """How to run on inputs like these."""
         channel_dim = self._operation.channel_dim
-        shape = self._operation.out_shape(x.shape)
-        _check_inputs(self._operation, x, residual, shape)
+        shape = _checked_shape(self._operation, x, residual)
         out = empty_planes(shape, channel_dim, self._dtype, torch.device("meta"))
         size = x.shape if channel_dim == 1 else (1, x.shape[-1], x.numel() // x.shape[-1], 1)
         window = geometry(self._convolution, size[0], *size[2:])
@@ -151,7 +156,7 @@ class Program:
             code_step=LINE * min(LINES_AHEAD, math.ceil(self._group_lines / items[:, 2].max())),
         )
         numbers = out.stride(channel_dim) * self._operation.rows
-        return _Prepared(launch, None if window.direct else window, numbers, tuple(shape), out.stride())
+        return Prepared(launch, None if window.direct else window, numbers, tuple(shape), out.stride())
 
     def _items(self, window: Geometry, workers: int) -> npt.NDArray[np.int32]:
         """The items of work, in the order in which threads take them."""
@@ -171,7 +176,7 @@ class Program:
         return np.column_stack([table, table[following, 0]])
 
 
-class _Prepared(NamedTuple):
+class Prepared(NamedTuple):
     """How to run on inputs of one shape."""
 
     launch: Launch
@@ -234,15 +239,16 @@ def _check_weights(convolution: Convolution, packed: Packed, bias: Tensor | None
             )
 
 
-def _check_inputs(
-    operation: Convolution | Linear, x: Tensor, residual: Tensor | None, expected: tuple[int, ...]
-) -> None:
-    """Raise `EngineError` if the code would misread the inputs or touch memory outside of them."""
+def _checked_shape(operation: Convolution | Linear, x: Tensor, residual: Tensor | None) -> tuple[int, ...]:
+    """The shape of the result. Raises `EngineError` if the code would misread the inputs, or touch other memory."""
     convolution, channel_dim = operation.convolution, operation.channel_dim
     if x.dim() < 1 or (channel_dim == 1 and x.dim() != 4) or x.shape[channel_dim] != convolution.channels:
         form = f"(N, {convolution.channels}, H, W)" if channel_dim == 1 else f"(..., {convolution.channels})"
         raise EngineError(f"the input must have shape {form}, got {tuple(x.shape)}")
-    if min((*expected, *x.shape, *convolution.kernel, *convolution.stride, *convolution.dilation), default=1) < 1:
+    if min(*convolution.kernel, *convolution.stride, *convolution.dilation) < 1:
+        raise EngineError(f"kernel, stride and dilation must be positive, got {convolution}")
+    expected: tuple[int, ...] = operation.out_shape(x.shape)
+    if min(*expected, *x.shape) < 1:
         raise EngineError(f"{operation} has no output on an input of shape {tuple(x.shape)}")
     if residual is not None and residual.shape != expected:
         raise EngineError(
@@ -253,3 +259,4 @@ def _check_inputs(
             raise EngineError(
                 f"the {name} must be stored as planes on the CPU, got strides {tensor.stride()} on {tensor.device}"
             )
+    return expected
