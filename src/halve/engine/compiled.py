@@ -20,7 +20,7 @@ from halve.engine.kernels.kernel import Kernel
 from halve.engine.kernels.registry import FALLBACK, family_of, no_sparse_kernels
 from halve.engine.layer import Layer
 from halve.engine.lower import move_
-from halve.engine.plan import Entry, Plan, all_dense, decide, visit
+from halve.engine.plan import Plan, all_dense, decide, visit
 from halve.engine.recorded import CAPTURE_LOCK, MAX_RECORDINGS, Recordings, Shapes, shapes_of
 from halve.engine.saved import file
 from halve.engine.saved.file import SavedNetwork
@@ -68,7 +68,6 @@ class Compiled(nn.Module):
         self._valid: set[Shapes] = set()  # shapes that passed the checks
         self._recordings = Recordings()
         self._sparse_kernels: list[dict[int, Kernel]] = []  # of each layer, before the network fell back to dense
-        self._plans: dict[str, tuple[list[dict[int, Kernel]], dict[int, list[Entry]]]] = {}  # of other device types
 
     @property
     def reason(self) -> str | None:
@@ -279,25 +278,7 @@ class Compiled(nn.Module):
             move_(self.body, self.device, moved.device)
             old, self.device = self.device, moved.device
             self._adapt(no_sparse_kernels(old, self.dtype))
-            if not self.runs_here() and not self.switch_plan(old):
-                message = (
-                    f"running dense: the plan was made for {old.type}, call warmup() to plan for {self.device.type}"
-                )
-                warn(message, EngineWarning)
         return self
-
-    def runs_here(self) -> bool:
-        """Whether the kernels of all layers run on this type of device."""
-        kernels = {(kernel, layer.dtype) for layer in self.layers for kernel in layer.kernels.values()}
-        return all(family_of(kernel).unavailable(self.device, dtype) is None for kernel, dtype in kernels)
-
-    def switch_plan(self, old: torch.device) -> bool:
-        """Use the plan that was made for this type of device. Runs dense and returns False if there is none."""
-        self._plans[old.type] = [dict(layer.kernels) for layer in self.layers], dict(self.plan.batches)
-        kernels, self.plan.batches = self._plans.get(self.device.type, ([{1: FALLBACK}] * len(self.layers), {}))
-        for layer, chosen in zip(self.layers, kernels, strict=True):
-            layer.use(chosen)
-        return bool(self.plan.batches)
 
     def _adapt(self, before: str | None) -> None:
         """Switch to dense or back to sparse on a new device. `before` is why the old device could not run sparse."""
@@ -375,8 +356,6 @@ def load(path: str | Path, device: str | torch.device | None = None) -> Compiled
     reason = no_sparse_kernels(fast.device, fast.dtype)
     if fast.reason is None and reason is not None:
         fast.fall_back(reason)
-    elif not fast.runs_here():
-        fast.switch_plan(network.device)
     planned = [*dict.fromkeys((*fast.plan.batches, *fast.plan.inductor))]
     if fast.device.type == "cuda" or fast.plan.inductor:
         fast.warmup(planned[-MAX_RECORDINGS:])  # these are planned already, and only compiled and recorded
