@@ -52,7 +52,7 @@ def test_names_lead_back_to_the_operator():
             "aten.manual_seed.default",
         ),
         *("aten.add_.Tensor", "aten.add.out", "aten.add.t", "aten.mul.left_t", "aten.split.str", "aten.lstm.data"),
-        *("aten._upsample_bilinear2d_aa.default", "aten._weight_norm_interface.default"),
+        *("aten._upsample_bilinear2d_aa.default", "aten._weight_norm_interface.default", "aten.to.prim_dtype"),
         *("aten.add.__class__", "aten.add", "aten", "", ".", "aten..", "prim.Print.default", "higher_order.cond"),
         *("halve.run_kernel.default", "operator.methodcaller", "operator.call", "operator.__builtins__", "math.pow"),
         *("torch.load", "torch.sym_max.__globals__", "builtins.exec", "os.system"),

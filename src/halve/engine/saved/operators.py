@@ -62,8 +62,9 @@ _TENSORS = {
     """,
     "copies and new tensors": """
         arange clone complex conj conj_physical detach eye fill full full_like imag lift_fresh_copy linspace
-        logspace new_full new_ones new_zeros ones ones_like polar real resolve_conj resolve_neg scalar_tensor to
-        _to_copy type_as view_as_complex view_as_real zero zeros zeros_like
+        logspace new_full new_ones new_zeros ones ones_like polar real resolve_conj resolve_neg scalar_tensor
+        _to_copy to.device to.dtype to.dtype_layout to.other type_as view_as_complex view_as_real zero zeros
+        zeros_like
     """,
     "random numbers": """
         alpha_dropout bernoulli dropout feature_alpha_dropout feature_dropout native_dropout rand rand_like randint
