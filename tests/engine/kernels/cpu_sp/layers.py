@@ -4,6 +4,7 @@ import ctypes
 import faulthandler
 import mmap
 import os
+import signal
 from dataclasses import replace
 
 import numpy as np
@@ -76,10 +77,14 @@ class Guarded:
 
 
 def in_child(function):
-    """Run a function in a forked process. Returns its exit code, negative for a signal such as SIGSEGV."""
+    """Run a function in a forked process. Returns its exit code, negative for a signal such as SIGSEGV.
+
+    The child has none of PyTorch's threads: a large operation of PyTorch would wait for them until the alarm.
+    """
     child = os.fork()
     if child == 0:
         faulthandler.disable()
+        signal.alarm(30)
         code = 1
         try:
             function()
