@@ -113,16 +113,23 @@ def test_a_new_version_is_timed_again(gathered, monkeypatch):
     assert any("gathered plain 2" in names for names in asked)
 
 
-def test_every_family_packs_losslessly():
+@pytest.mark.parametrize(
+    ("device", "dtype"),
+    [("cuda", torch.float16), pytest.param("cpu", torch.float32, marks=pytest.mark.cpu_kernels)],
+    ids=["cuda", "cpu"],
+)
+def test_every_family_packs_losslessly(device, dtype):
     stem = PooledConvolution(64, 3, (7, 7), (2, 2), (3, 3), "relu", (3, 3), (2, 2), (1, 1))
     operations = (Convolution(20, 12, (3, 2)), Linear(20, 12), Convolution(24, 16, (3, 3)), Linear(24, 16), stem)
     for family in registry.FAMILIES.values():
+        if family.device_type not in (None, device):
+            continue
         tried = 0
         for operation in operations:
-            if not family.variants(Piece(operation, torch.float16, is_2_4=True), torch.device("cuda")):
+            if not family.variants(Piece(operation, dtype, is_2_4=True), torch.device(device)):
                 continue
             tried += 1
-            weight = random(*operation.weight_shape, seed=1).half()
+            weight = random(*operation.weight_shape, seed=1).to(dtype)
             weight[:, [place for place in (0, 2, 5, 7, 8, 9, 12, 13) if place < weight.shape[1]]] = 0
             tensors = {"weight": weight, "bias": random(operation.rows, seed=2)}
             back = family.unpack(operation, family.pack(operation, tensors))
@@ -130,7 +137,7 @@ def test_every_family_packs_losslessly():
             for name, tensor in tensors.items():
                 assert torch.equal(back[name], tensor), (family.name, name)
                 assert back[name].dtype == tensor.dtype
-        assert tried or family.name == "pool"
+        assert tried or family.name in ("pool", "cpu_pool")
 
 
 def test_kernels_depend_on_device_and_dtype():
