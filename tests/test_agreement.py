@@ -45,3 +45,13 @@ def test_scores_in_half_precision_are_compared_in_double():
 
 def test_correct_counts_labels():
     assert correct(torch.eye(3), torch.tensor([0, 1, 0])) == 2
+
+
+def test_nan_agrees_with_nothing():
+    scores = random(3, 4)
+    broken = scores.clone()
+    broken[1, scores[1].argmax()] = float("nan")
+    found = compare(broken, scores)
+    assert found.same == 2
+    assert math.isnan(found.kl)
+    assert correct(broken, broken.argmax(1)) == 2

@@ -28,8 +28,9 @@ class Agreement:
 
     @property
     def kl(self) -> float:
-        """Mean KL divergence from the reference, in nats."""
-        return max(0.0, self.kl_sum / self.images)
+        """Mean KL divergence from the reference, in nats; NaN if a score is NaN."""
+        mean = self.kl_sum / self.images
+        return 0.0 if mean < 0 else mean  # rounding
 
     def __add__(self, other: "Agreement") -> "Agreement":
         return Agreement(self.images + other.images, self.same + other.same, self.kl_sum + other.kl_sum)
@@ -41,8 +42,8 @@ def compare(scores: Tensor, reference: Tensor) -> Agreement:
 
 
 def correct(scores: Tensor, labels: Tensor) -> int:
-    """Number of images whose top-1 class is the label."""
-    return int((scores.argmax(1) == labels).sum())
+    """Number of images whose top-1 class is the label. An image with a NaN has no top-1 class."""
+    return int(((scores.argmax(1) == labels) & ~scores.isnan().any(1)).sum())
 
 
 def kl_divergence(scores: Tensor, reference: Tensor) -> Tensor:

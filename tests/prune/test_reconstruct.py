@@ -31,7 +31,7 @@ from tests.untouched import untouched
     ids=["conv", "flat", "padded", "grouped and permuted", "4:8"],
 )
 def test_no_single_block_could_be_chosen_better(layer, shape, pattern, options):
-    rule, weight = Pattern(pattern), layer.weight.detach()
+    rule, weight = Pattern(pattern), random(*layer.weight.shape, seed=4)
     kind = "linear" if isinstance(layer, nn.Linear) else "conv"
     layout = Layout(kind, tuple(weight.shape), rule.size, getattr(layer, "groups", 1), **options)
     x = random(*shape)
