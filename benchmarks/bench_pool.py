@@ -12,11 +12,12 @@ from pathlib import Path
 
 import torch
 
-from halve.bench.records import hardware, versions
+from halve.bench.records import versions
 from halve.engine.kernels.kernel import Layout
 from halve.engine.kernels.pool.family import Pool
 from halve.engine.operations import MaxPool
 from halve.engine.timing import measure
+from halve.machine import device_name
 
 RESULTS = Path(__file__).parent / "results" / "pool.json"
 WINDOW = MaxPool((3, 3), (2, 2), (1, 1), (1, 1), False)
@@ -41,7 +42,7 @@ def main() -> None:
         for system, ms in measure(systems, x.device).items():
             found.append(
                 {"batch": batch, "dtype": "float16", "system": system, "median_ms": round(ms, 5)}
-                | {"hardware": hardware(x.device), "versions": versions(), "date": datetime.date.today().isoformat()}
+                | {"hardware": device_name(x.device), "versions": versions(), "date": datetime.date.today().isoformat()}
             )
             print(f"batch {batch:4} {system:6} {ms:.4f} ms", flush=True)
     options.out.write_text(json.dumps(found, indent=1) + "\n")

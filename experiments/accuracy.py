@@ -25,8 +25,8 @@ from PIL import Image
 from torch import Tensor, nn
 
 import halve
-from halve.bench.records import hardware
 from halve.learn.settings import Settings
+from halve.machine import device_name
 from halve.sources.data import IMAGENET_MEAN, IMAGENET_STD
 from halve.sources.models import load_model
 
@@ -184,7 +184,7 @@ def main() -> None:
                         "seconds": round(seconds, 1),
                         "settings": {key: masks.recipe[key] for key in SETTINGS if key in masks.recipe}
                         | {"batch": network.batch, "size": network.size, "options": learning},
-                        "hardware": hardware(torch.device(options.device))
+                        "hardware": device_name(torch.device(options.device))
                         + (f", {options.note}" if options.note else ""),
                         "versions": {"halve": halve.__version__, "torch": torch.__version__},
                         "date": datetime.date.today().isoformat(),

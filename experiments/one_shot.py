@@ -18,7 +18,7 @@ import torch
 from rich.progress import track
 
 import halve
-from halve.bench.records import hardware
+from halve.machine import device_name
 from halve.sources.data import Preprocessing, load_data
 from halve.sources.models import load_model
 
@@ -81,7 +81,7 @@ def measure(network: str, methods: list[str], assets: Path, device: str) -> list
                     "agreement": result.agreement,
                     "dense_top1": result.dense_top1,
                     "seconds": round(seconds, 1),
-                    "hardware": hardware(torch.device(device)),
+                    "hardware": device_name(torch.device(device)),
                     "date": datetime.date.today().isoformat(),
                     "versions": {"halve": halve.__version__, "torch": torch.__version__},
                 }

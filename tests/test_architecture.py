@@ -21,7 +21,7 @@ ORDER = [
     {"errors", "progress", "version"},
     {"modules"},
     {"masks"},
-    {"agreement", "batches", "cuda_graphs", "graph", "outputs", "process_state"},
+    {"agreement", "batches", "cuda_graphs", "graph", "machine", "outputs", "process_state"},
     {"select"},
     {"detectors"},
     {"permute"},

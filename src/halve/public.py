@@ -1,6 +1,7 @@
 """The public names."""
 
 from halve.bench.measure import bench
+from halve.bench.plan import measure
 from halve.check.evaluate import evaluate
 from halve.check.verify import verify
 from halve.engine.compile import compile
@@ -16,6 +17,7 @@ from halve.masks.pattern import Pattern
 from halve.prune.prune import prune
 from halve.prune.recalibrate import recalibrate
 from halve.select.select import select
+from halve.select.speed_plan import load_plan
 from halve.version import VERSION as __version__
 
 __all__ = [
@@ -32,6 +34,8 @@ __all__ = [
     "learn",
     "load",
     "load_compiled",
+    "load_plan",
+    "measure",
     "pack",
     "prune",
     "recalibrate",

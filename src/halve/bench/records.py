@@ -1,7 +1,6 @@
 """Measurements as JSON records. Each record is self-contained: it names network, dtype, hardware and versions."""
 
 import datetime
-import platform
 from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
@@ -9,6 +8,7 @@ from typing import Any
 import torch
 
 from halve.bench.measure import Measurement
+from halve.machine import device_name
 from halve.version import VERSION
 
 OPTIONAL = ("images_per_second", "memory_bytes", "energy_mj_per_image", "error", "note")  # omitted if unknown
@@ -59,17 +59,10 @@ def _context(network: str, batch: int, dtype: torch.dtype, device: torch.device)
         "network": network,
         "batch": batch,
         "dtype": _dtype_name(dtype),
-        "hardware": hardware(device),
+        "hardware": device_name(device),
         "versions": versions(),
         "date": datetime.date.today().isoformat(),
     }
-
-
-def hardware(device: torch.device) -> str:
-    """The name of the GPU, or of the CPU with its number of threads."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads"
 
 
 def versions() -> dict[str, str]:

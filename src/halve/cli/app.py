@@ -18,6 +18,7 @@ from halve.version import VERSION
 COMMANDS = {  # and the files that they are in
     "demo": "demo",
     "select": "select",
+    "measure": "measure",
     "prune": "prune",
     "learn": "learn",
     "recalibrate": "recalibrate",

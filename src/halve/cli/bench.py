@@ -15,6 +15,7 @@ from halve.cli import options as o
 from halve.cli import progress, show
 from halve.cli.compile import show_plan
 from halve.cli.output import RESULTS, Output, reads
+from halve.machine import device_name
 from halve.masks.storage import write_atomically
 
 ON_GPU, ON_CPU = (1, 32, 256), (1, 8)  # batch sizes
@@ -79,7 +80,7 @@ def bench(
     if json:
         show.as_json(results)
     else:
-        _show(found, f"{model}, {str(computed).removeprefix('torch.')}, {records.hardware(opened.device)}", plan)
+        _show(found, f"{model}, {str(computed).removeprefix('torch.')}, {device_name(opened.device)}", plan)
     if all(one.error for one in found):
         raise typer.Exit(1)
 

@@ -66,6 +66,8 @@ def learn(
     order: o.OptionalOrder = None,
     remainder: o.OptionalRemainder = None,
     kinds: o.Kinds = None,
+    plan: o.SpeedPlanOption = None,
+    target: o.Target = None,
     classes: o.Classes = None,
     images: o.Images = None,
     batch: o.Batch = 64,
@@ -91,7 +93,7 @@ def learn(
     state = given.pop("run_state") or path.with_name(path.name.removesuffix(SUFFIX) + LEARNING_SUFFIX)
     log = given["log"]
     inputs = reads(MODEL=model, weights=weights, data=data, classes=classes, drop_data=given["drop_data"])
-    inputs |= reads(start=given["start"], validation=given["validation"])
+    inputs |= reads(start=given["start"], validation=given["validation"], plan=plan)
     output = Output.open(context, path, MASKS, inputs | reads(run_state=state, log=log), force)
     Output.open(context, state, RUN_STATE, inputs | reads(log=log), None, option="--run-state")
     if log is not None:
@@ -104,6 +106,7 @@ def learn(
 
     given |= {"include": include, "exclude": exclude, "also": also, "order": order, "remainder": remainder}
     given |= {"pattern": o.pattern_rules(pattern) if pattern else None, "kinds": kinds, "seed": seed}
+    given |= {"plan": plan, "target": target}
     options = {name: value for name, value in given.items() if value not in (None, [])}  # the rest keeps its defaults
     if "drop_data" in options:
         options["drop_data"] = opened.data(options["drop_data"], **reading).loader

@@ -95,6 +95,14 @@ Kinds = Annotated[
     list[str] | None, typer.Option(help="Only layers of this kind: linear, conv, conv_transpose. Repeatable.")
 ]
 
+SpeedPlanOption = Annotated[
+    Path | None, typer.Option("--plan", help="File of 'halve measure': layers that are not faster sparse stay dense.")
+]
+Target = Annotated[
+    str | None,
+    typer.Option(help="The device that the masks are for, such as H200, if --plan was measured on another machine."),
+]
+
 Permute = Annotated[
     bool, typer.Option(help="Search for channel orders in which blocks keep more; the network computes the same.")
 ]
@@ -163,6 +171,8 @@ def selection(
     also: list[str] | None,
     order: str,
     remainder: str,
+    plan: Path | None = None,
+    target: str | None = None,
 ) -> SelectOptions:
     """Return the options of `halve.select` from those of the command line."""
     return SelectOptions(
@@ -172,6 +182,8 @@ def selection(
         also=also or None,
         order=order,  # type: ignore[typeddict-item]
         remainder=remainder,  # type: ignore[typeddict-item]
+        plan=plan,
+        target=target,
     )
 
 

@@ -21,6 +21,7 @@ from halve.engine.saved import file as compiled
 from halve.errors import DataError, FileError
 from halve.learn import run_state
 from halve.masks import file, packed, storage
+from halve.select import speed_plan
 from halve.sources.images import ENDINGS, expand
 from halve.sources.weights import made_by
 
@@ -82,6 +83,11 @@ def _is_results(path: Path) -> bool:
     return isinstance(found, dict) and {"measurements", "layers"} <= found.keys()
 
 
+def _is_plan(path: Path) -> bool:
+    speed_plan.load_plan(path)
+    return True
+
+
 def _is_log(path: Path) -> bool:
     with path.open("rb") as log:
         first = json.loads(log.readline(1 << 16))
@@ -99,6 +105,7 @@ DEMO_CHECKPOINT = _checkpoint("halve demo")
 DEMO_MODEL = Kind("model file of 'halve demo'", _is_of_demo)
 DEMO_PICTURE = Kind("picture of 'halve demo'", _is_of_demo)
 RESULTS = Kind("result of 'halve bench'", _is_results)
+PLAN = Kind("plan of 'halve measure'", _is_plan)
 LOG = Kind("log of 'halve learn'", _is_log, stream=True)
 
 

@@ -32,6 +32,8 @@ def prune(
     also: o.Also = None,
     order: o.OrderOption = "channels",
     remainder: o.Remainder = "skip",
+    plan: o.SpeedPlanOption = None,
+    target: o.Target = None,
     images: o.Images = 2048,
     batch: o.Batch = 64,
     seed: o.Seed = 0,
@@ -53,7 +55,7 @@ def prune(
     if data is None and (recalibrate or needs_data):
         raise DataError(f"{'--recalibrate' if recalibrate else f'--score {score}'} needs images: pass --data")
     path = out or o.default_masks_path(model, weights)
-    output = Output.open(context, path, MASKS, reads(MODEL=model, weights=weights, data=data), force)
+    output = Output.open(context, path, MASKS, reads(MODEL=model, weights=weights, data=data, plan=plan), force)
     opened = o.open_model(model, weights, device, size, resize, mean, std)
     batches = None
     if data is not None:
@@ -68,7 +70,7 @@ def prune(
         example=opened.example() if permute and batches is None else None,
         seed=seed,
         progress=progress.track,
-        **o.selection(pattern, include, exclude, also, order, remainder),
+        **o.selection(pattern, include, exclude, also, order, remainder, plan, target),
     ).with_recipe(source=opened.source.spec, weights=opened.source.weights, data=data)
     output.write(lambda path: masks.save(path, force=force))
     permuted = masks.recipe["permute"]

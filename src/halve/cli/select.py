@@ -14,6 +14,8 @@ def select(
     also: o.Also = None,
     order: o.OrderOption = "channels",
     remainder: o.Remainder = "skip",
+    plan: o.SpeedPlanOption = None,
+    target: o.Target = None,
     json: o.Json = False,
 ) -> None:
     """List the layers of a model: which are masked, and why the others are not.
@@ -22,7 +24,7 @@ def select(
     halve select torchvision:resnet50 --exclude 'layer1.*'
     """
     opened = o.open_model(model, weights, "cpu")
-    chosen = halve.select(opened.model, **o.selection(pattern, include, exclude, also, order, remainder))
+    chosen = halve.select(opened.model, **o.selection(pattern, include, exclude, also, order, remainder, plan, target))
     rows = [
         (c.name, c.type, "x".join(map(str, c.shape)), str(c.pattern or "dense"), show.as_options(c.reason))
         for c in chosen

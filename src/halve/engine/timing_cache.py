@@ -4,7 +4,6 @@ import functools
 import hashlib
 import json
 import os
-import platform
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -18,6 +17,7 @@ from halve.engine.kernels.kernel import Kernel
 from halve.engine.kernels.registry import family_of
 from halve.engine.layer import Layer
 from halve.errors import FileError
+from halve.machine import device_name
 from halve.masks.storage import write_atomically
 
 
@@ -40,8 +40,7 @@ class TimingCache:
     @classmethod
     def of(cls, device: torch.device) -> "TimingCache":
         """The cache for a device and the installed libraries."""
-        model = torch.cuda.get_device_name(device) if device.type == "cuda" else _processor()
-        name = re.sub(r"\W+", "-", model).strip("-")
+        name = re.sub(r"\W+", "-", device_name(device)).strip("-")
         return cls(jit.cache_dir() / f"timings-{name}-{_libraries()}.json")
 
     def get(self, key: str, names: Iterable[str]) -> dict[str, float] | None:
@@ -92,10 +91,6 @@ def network_key(body: torch.nn.Module, inputs: tuple[Tensor, ...]) -> str | None
 @functools.cache
 def _libraries() -> str:
     return jit.digest(torch.__version__, str(torch.version.cuda), str(torch.backends.cudnn.version()))
-
-
-def _processor() -> str:
-    return f"{platform.processor() or platform.machine()}-{torch.get_num_threads()}-threads"
 
 
 def _read(path: Path | None) -> dict[str, dict[str, float]]:

@@ -143,7 +143,7 @@ def learn(
             Default: True.
         forward: Function of (model, batch) that runs the model on an unusual batch.
         precision: "auto" (bfloat16 on a GPU), "float32" or "bfloat16". Default: "auto".
-        pattern, include, exclude, also, order, remainder, kinds: Options of `halve.select`.
+        pattern, include, exclude, also, order, remainder, kinds, plan, target: Options of `halve.select`.
 
     Returns:
         The masks, with a recipe that says how they were made.

@@ -56,7 +56,7 @@ def prune(
         forward: `forward(model, batch)` runs the model on an unusual batch.
         progress: Show progress in terminals and notebooks, or a function such as `tqdm.tqdm` that wraps loops.
             Default: True.
-        **selection: The options of `select`: pattern, include, exclude, also, order, remainder, kinds.
+        **selection: The options of `select`: pattern, include, exclude, also, order, remainder, kinds, plan, target.
 
     >>> import halve
     >>> model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8, 10))

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
+from pathlib import Path
 from typing import Any, Literal, TypedDict, overload
 
 import torch
@@ -11,6 +12,7 @@ from torch.nn.parameter import is_lazy
 
 from halve.batches import Forward
 from halve.errors import ModelError, OptionError, listed
+from halve.machine import device_names
 from halve.masks.layout import ORDERS, Layout, Order
 from halve.masks.pattern import Pattern
 from halve.modules import (
@@ -27,6 +29,7 @@ from halve.modules import (
 from halve.process_state import preserved_process_state
 from halve.select.head import find_heads
 from halve.select.ran import layers_that_run
+from halve.select.speed_plan import SpeedPlan, load_plan
 
 Remainder = Literal["skip", "pad", "error"]
 REMAINDERS: tuple[Remainder, ...] = ("skip", "pad", "error")
@@ -45,6 +48,8 @@ class SelectOptions(TypedDict, total=False):
     order: Order
     remainder: Remainder
     kinds: Sequence[Kind] | None
+    plan: SpeedPlan | str | Path | None
+    target: str | None
 
 
 @dataclass(frozen=True)
@@ -112,6 +117,8 @@ def select(
     order: Order = "channels",
     remainder: Remainder = "skip",
     kinds: Sequence[Kind] | None = None,
+    plan: SpeedPlan | str | Path | None = None,
+    target: str | None = None,
     data: Any = None,
     forward: Forward | None = None,
 ) -> Selection:
@@ -133,6 +140,9 @@ def select(
         remainder: If the channels are not divisible by M, "skip" the layer (default), "pad" it with virtual zero
             columns, or raise an "error".
         kinds: Mask only these of "linear", "conv" and "conv_transpose" (default: all).
+        plan: What `halve.measure` found, or the file it was saved to: layers that are not faster sparse stay dense. It
+            must be of this machine, unless `target` names the one it is of.
+        target: The device that the masks are for, such as "H200", if `plan` was measured on another machine.
         data: Batches of images. Layers that never run on them are not masked (default: all layers count as running).
         forward: `forward(model, batch)` runs the model on an unusual batch of `data`.
 
@@ -166,6 +176,7 @@ def select(
             )
     heads = find_heads(model)
     owners = _owners(model)
+    speeds = None if plan is None else _speeds(plan, target, layers, order)
 
     def decide(name: str, module: nn.Module) -> tuple[Pattern | None, Layout | None, str]:
         named = _match(name, extra)
@@ -186,6 +197,8 @@ def select(
         if groups > 1 and not named:
             word = "depthwise" if groups == module.in_channels else f"grouped ({groups} groups)"
             return None, None, f"{word} convolution (also={name!r} masks within each group)"
+        if speeds is not None and not named and (reason := _does_not_pay(speeds, name, rule)):
+            return None, None, f"{reason} (also={name!r} masks it)"
         return _lay_out(name, module, rule, order, remainder)
 
     choices = []
@@ -197,6 +210,24 @@ def select(
     if data is not None:
         choices = _running(model, choices, extra, data, forward)
     return Selection(choices)
+
+
+def _speeds(
+    plan: SpeedPlan | str | Path, target: str | None, layers: Sequence[tuple[str, nn.Module]], order: Order
+) -> SpeedPlan:
+    """The plan, checked to be of this network, and of this machine or the target."""
+    found = plan if isinstance(plan, SpeedPlan) else load_plan(plan)
+    if order != "channels":
+        raise OptionError(f"plan= needs order='channels', got {order!r}: no hardware can use blocks in another order")
+    found.check_target(device_names(), target)
+    found.check_network({name: _shape(module) for name, module in layers})
+    return found
+
+
+def _does_not_pay(speeds: SpeedPlan, name: str, rule: Pattern) -> str | None:
+    if (rule.kept, rule.size) != (2, 4):
+        return f"{rule} has no sparse kernel, only 2:4 has"
+    return speeds.why_not(name)
 
 
 def _running(
@@ -232,6 +263,8 @@ def plain_options(selection: SelectOptions) -> dict[str, Any]:
     """The options of `select` as plain JSON values."""
 
     def plain(value: Any) -> Any:
+        if isinstance(value, SpeedPlan):
+            return value.description
         if isinstance(value, Mapping):
             return {key: plain(item) for key, item in value.items()}
         if isinstance(value, list | tuple):

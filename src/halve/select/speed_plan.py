@@ -1,0 +1,240 @@
+"""How long each layer takes with dense and with sparse kernels on one machine: where a mask pays."""
+
+import hashlib
+import json
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from halve.errors import FileError, OptionError, listed
+from halve.masks.storage import write_atomically
+
+FORMAT = "halve.speed_plan"
+VERSION = 1
+NOISE = 0.02  # a sparse kernel pays if it is faster by more than this share; timings vary by about as much
+_LARGEST = 16 << 20  # bytes of a file
+
+
+@dataclass(frozen=True)
+class LayerSpeed:
+    """Milliseconds of one layer with its fastest dense and its fastest sparse kernel; None if there is no such kernel.
+
+    >>> LayerSpeed((64, 64, 3, 3), "64>64 3x3 at 56x56", dense_ms=0.12, sparse_ms=0.08).pays
+    True
+    """
+
+    weight: tuple[int, ...]
+    shape: str
+    dense_ms: float | None
+    sparse_ms: float | None
+
+    @property
+    def saved_ms(self) -> float:
+        """Milliseconds that a mask saves; 0 if it saves none."""
+        if self.dense_ms is None or self.sparse_ms is None:
+            return 0.0
+        return max(0.0, self.dense_ms - self.sparse_ms)
+
+    @property
+    def pays(self) -> bool:
+        return self.saved_ms > NOISE * (self.dense_ms or 0.0)
+
+
+@dataclass(frozen=True)
+class SpeedPlan(Mapping[str, LayerSpeed]):
+    """What `halve.measure` found, layer by layer, and the machine that it holds for. Prints as a table.
+
+    `halve.select`, `halve.prune` and `halve.learn` take it as `plan`, and mask only layers that are faster sparse.
+
+    Args:
+        layers: Times of each layer that can be masked, by name.
+        device: Name of the GPU or CPU.
+        dtype: What was computed in, such as "float16".
+        batch: Batch size.
+        image: Shape of one image.
+        dense_ms: Median time of the fastest dense version of the whole network.
+        sparse_ms: Median time of the network with masks in all of these layers, compiled by halve.
+        versions: Versions of halve and of the libraries that affect speed.
+
+    >>> layers = {"conv1": LayerSpeed((64, 64, 1, 1), "64>64 1x1 at 56x56", 0.10, 0.11)}
+    >>> layers["conv2"] = LayerSpeed((64, 64, 3, 3), "64>64 3x3 at 56x56", 0.12, 0.07)
+    >>> plan = SpeedPlan(layers, "NVIDIA H200", "float16", 256, (3, 224, 224), dense_ms=0.30, sparse_ms=0.25)
+    >>> plan.paying
+    ['conv2']
+    >>> plan.ms({"conv2"}), plan.ms(set())
+    (0.25, 0.3)
+    """
+
+    layers: Mapping[str, LayerSpeed]
+    device: str
+    dtype: str
+    batch: int
+    image: tuple[int, ...]
+    dense_ms: float
+    sparse_ms: float
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    def __getitem__(self, name: str) -> LayerSpeed:
+        return self.layers[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    @property
+    def paying(self) -> list[str]:
+        """Layers that are faster sparse."""
+        return [name for name, layer in self.items() if layer.pays]
+
+    def ms(self, masked: Collection[str]) -> float:
+        """Estimated time of the network with masks in these layers only.
+
+        Leaving a layer dense costs what its sparse kernel saves, in proportion: times of single layers do not add up to
+        that of the network. With all paying layers masked it is `sparse_ms`, with none `dense_ms`.
+        """
+        total = sum(self[name].saved_ms for name in self.paying)
+        if not total:
+            return self.dense_ms
+        kept = sum(self[name].saved_ms for name in self.paying if name in masked)
+        return round(self.dense_ms + (self.sparse_ms - self.dense_ms) * kept / total, 6)
+
+    def speedup(self, masked: Collection[str]) -> float:
+        """Estimated speed of the network with masks in these layers only, relative to the dense network."""
+        return self.dense_ms / self.ms(masked)
+
+    def why_not(self, name: str) -> str | None:
+        """Why a mask in this layer would not pay; None if it would."""
+        where = f"on {self.device}, {self.dtype}, batch {self.batch}"
+        layer = self.get(name)
+        if layer is None:
+            return f"not timed {where}"
+        if layer.sparse_ms is None or layer.dense_ms is None:
+            return f"no sparse kernel {where}"
+        if not layer.pays:
+            return f"not faster sparse: {layer.sparse_ms:.4f} ms, dense {layer.dense_ms:.4f} ms {where}"
+        return None
+
+    def check_network(self, weights: Mapping[str, tuple[int, ...]]) -> None:
+        """Raise `OptionError` if the plan belongs to another network, whose layers have these weights."""
+        if missing := [name for name in self if name not in weights]:
+            raise OptionError(f"the plan is of another network: this one has no layer {listed(missing)}; measure again")
+        for name, layer in self.items():
+            if layer.weight != weights[name]:
+                raise OptionError(
+                    f"the plan is of another network: layer {name} has a weight of shape {weights[name]}, "
+                    f"in the plan {layer.weight}; measure again"
+                )
+
+    def check_target(self, here: Collection[str], target: str | None) -> None:
+        """Raise `OptionError` if the plan was measured on another machine than this one or the target.
+
+        Args:
+            here: Names of this machine's devices.
+            target: Part of the name of the device that the masks are for, such as "H200".
+        """
+        if target is None and self.device not in here:
+            raise OptionError(
+                f"the plan was measured on {self.device}, this machine has {listed(here)}; "
+                f"if the masks are for that machine, pass target={self.device!r}, otherwise measure again"
+            )
+        if target is not None and target.lower() not in self.device.lower():
+            raise OptionError(f"the plan was measured on {self.device}, not on the target {target!r}; measure again")
+
+    @property
+    def description(self) -> str:
+        """One line that tells plans apart."""
+        digest = hashlib.sha256(json.dumps(self.as_json(), sort_keys=True).encode()).hexdigest()[:16]
+        return f"{self.device}, {self.dtype}, batch {self.batch}, {digest}"
+
+    def as_json(self) -> dict[str, Any]:
+        """The plan as JSON values."""
+        return {"format": FORMAT, "version": VERSION, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, plain: Any) -> "SpeedPlan":
+        """A plan from JSON values. Raises `ValueError` if they are not those of a plan."""
+        if not isinstance(plain, dict) or plain.get("format") != FORMAT:
+            raise ValueError("not a plan of 'halve measure'")
+        if plain.get("version") != VERSION:
+            raise ValueError(f"a plan of version {plain.get('version')!r}; this halve reads version {VERSION}")
+        try:
+            layers = {_text(name): _layer(layer) for name, layer in plain["layers"].items()}
+            return cls(
+                layers,
+                _text(plain["device"]),
+                _text(plain["dtype"]),
+                int(plain["batch"]),
+                tuple(map(int, plain["image"])),
+                _time(plain["dense_ms"]),
+                _time(plain["sparse_ms"]),
+                {_text(name): _text(version) for name, version in plain["versions"].items()},
+            )
+        except (KeyError, TypeError, AttributeError, OverflowError) as error:
+            raise ValueError(f"a damaged plan: {error!r}") from error
+
+    def save(self, path: str | Path, *, force: bool = False) -> None:
+        """Write the plan as JSON. A file that is no plan is replaced only with `force`."""
+        path = Path(path)
+        if path.exists() and not force:
+            try:
+                load_plan(path)
+            except FileError as error:
+                raise FileError(f"cannot write {path}: {error}; choose another name, or pass force=True") from error
+        write_atomically(path, (json.dumps(self.as_json(), indent=1) + "\n").encode())
+
+    def __str__(self) -> str:
+        lines = [
+            f"{self.device}, {self.dtype}, batch {self.batch}: {len(self.paying)} of {len(self)} layers faster sparse; "
+            f"network {self.dense_ms:.3f} ms dense, {self.sparse_ms:.3f} ms sparse"
+        ]
+        rows = [("layer", "shape", "dense ms", "sparse ms", "mask pays"), *map(self._row, self)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines += [" | ".join(t.ljust(w) for t, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        return "\n".join(lines)
+
+    def _row(self, name: str) -> tuple[str, ...]:
+        layer = self[name]
+        times = ("-" if time is None else f"{time:.4f}" for time in (layer.dense_ms, layer.sparse_ms))
+        return (name, layer.shape, *times, "yes" if layer.pays else "no")
+
+
+def load_plan(path: str | Path) -> SpeedPlan:
+    """Read a plan that `SpeedPlan.save` wrote.
+
+    >>> import tempfile
+    >>> plan = SpeedPlan({}, "NVIDIA H200", "float16", 256, (3, 224, 224), dense_ms=1.0, sparse_ms=1.0)
+    >>> with tempfile.TemporaryDirectory() as folder:
+    ...     plan.save(f"{folder}/h200.json")
+    ...     load_plan(f"{folder}/h200.json") == plan
+    True
+    """
+    path = Path(path)
+    try:
+        if path.stat().st_size > _LARGEST:
+            raise ValueError(f"larger than {_LARGEST >> 20} MiB, so not a plan")
+        return SpeedPlan.from_json(json.loads(path.read_bytes()))
+    except OSError as error:
+        raise FileError(f"cannot read {path}: {error.strerror}") from error
+    except (ValueError, RecursionError) as error:
+        raise FileError(f"{path} is not a plan of 'halve measure': {error}") from error
+
+
+def _layer(plain: Mapping[str, Any]) -> LayerSpeed:
+    dense, sparse = (None if plain[key] is None else _time(plain[key]) for key in ("dense_ms", "sparse_ms"))
+    return LayerSpeed(tuple(map(int, plain["weight"])), _text(plain["shape"]), dense, sparse)
+
+
+def _time(value: Any) -> float:
+    time = float(value)
+    if not 0 < time < 1e9:
+        raise ValueError(f"{value!r} is not a time in milliseconds")
+    return time
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str) or not value.isprintable():  # control characters never reach a terminal
+        raise ValueError(f"{value!r} is not printable text")
+    return value
