@@ -5,10 +5,12 @@ import torch
 from torch import nn
 
 import halve
-from halve.errors import DataError, LearningError, ModelError, OptionError
-from halve.learn.accuracy_budget import enforce_accuracy_budget
+from halve.errors import DataError, ModelError, OptionError
+from halve.learn.accuracy_budget import by_worth, enforce_accuracy_budget, enforce_speed_target
+from halve.machine import device_names
+from halve.select.speed_plan import LayerSpeed, SpeedPlan
 from tests.random_masks import random
-from tests.tiny import convnet, images, labels, learn
+from tests.tiny import convnet, images, learn
 from tests.untouched import untouched
 
 
@@ -113,14 +115,89 @@ def test_learn_keeps_within_the_budget():
     assert halve.verify(halve.apply(model, masks), masks).ok
 
 
-def test_learn_takes_the_budget_and_its_data_together_or_not_at_all():
-    for half in ({"max_drop": 0.1}, {"drop_data": images()}):
-        with pytest.raises(OptionError, match="must be given together"):
-            learn(convnet(), images(), steps=1, **half)
-    with pytest.raises(LearningError, match="top1") as raised:
-        learn(convnet(), images(), steps=1, max_drop=0.1, drop_data=images(), drop_metric="top1")
-    assert halve.verify(halve.apply(convnet(), raised.value.masks), raised.value.masks).ok
-    learn(convnet(), images(), steps=1, max_drop=1.0, drop_data=[(images(), labels())], drop_metric="top1")
+def test_the_drop_is_measured_on_images_that_are_held_back_or_given():
+    with pytest.raises(OptionError, match="drop_data= needs max_drop="):
+        learn(convnet(), images(), steps=1, drop_data=images())
+    with pytest.raises(DataError, match="max_drop= needs images to measure the drop on: validation=False"):
+        learn(convnet(), images(), steps=1, max_drop=0.1)
+    model, x = convnet(), images(160)
+    masks = learn(model, [x], steps=1, max_drop=1.0, validation=None, fallback=False)
+    assert masks.recipe["drop"] == pytest.approx(drop_of(model, masks, x[-8:]))
+
+
+def plan_of(masks, saved, dense_ms=10.0, sparse_ms=5.0):
+    """A plan in which masks save these milliseconds."""
+    layers = {
+        name: LayerSpeed(mask.layout.shape, "", 1.0, 1.0 - ms)
+        for (name, mask), ms in zip(masks.items(), saved, strict=True)
+    }
+    return SpeedPlan(layers, device_names()[-1], "float32", 1, (16,), dense_ms, sparse_ms)
+
+
+def test_layers_that_save_the_fewest_milliseconds_for_their_cost_are_left_dense_first():
+    model, x = network(), random(300, 16)
+    masks = halve.prune(model)
+    plain = enforce_accuracy_budget(model, masks, x, 0.1)
+    plan = plan_of(masks, [0.9 if name in plain.recipe["left_dense"] else 1e-6 for name in masks])
+    kept = enforce_accuracy_budget(model, masks, x, 0.1, plan=plan)
+    assert kept.recipe["drop"] <= 0.1
+    assert plan.ms(kept) < plan.ms(plain)
+    costs = dict.fromkeys(masks, 1.0)
+    assert by_worth(costs, plan_of(masks, [0.4, 0.1, 0.3, 0.2])) == [list(masks)[i] for i in (1, 3, 2, 0)]
+
+
+def test_a_speed_target_keeps_the_masks_that_save_most_for_their_cost():
+    model, x = network(), random(300, 16)
+    masks = halve.prune(model)
+    plan = plan_of(masks, [0.5, 0.5, 0.5, 0.5])  # all of them: 2 x
+    kept = enforce_speed_target(model, masks, x, 1.4, plan)
+    assert plan.speedup(kept) >= 1.4
+    assert len(kept) == 3  # two of them: 10 / 7.5 = 1.33 x
+    dense = list(kept.recipe["left_dense"])
+    assert dense == [max(masks, key=lambda name: halve.evaluate(model, halve.MaskSet({name: masks[name]}), [x]).kl)]
+    assert kept.recipe["drop"] == pytest.approx(drop_of(model, kept, x))
+    assert enforce_speed_target(model, masks, x, 2.0, plan) == masks
+    with pytest.raises(ModelError, match=r"min_speedup=2.5 is out of reach: all 4 masks together give 2.00 x"):
+        enforce_speed_target(model, masks, x, 2.5, plan)
+
+
+def test_learn_reaches_a_speed_target_and_learns_the_other_layers_again():
+    model, x = network(), random(400, 16)
+    plan = plan_of(halve.prune(model), [0.5, 0.5, 0.5, 0.5])
+    with untouched(model):
+        masks = halve.learn(model, x, steps=40, plan=plan, min_speedup=1.4, permute=False, progress=False)
+    assert len(masks) == 3
+    recipe = masks.recipe
+    assert recipe["min_speedup"] == 1.4
+    assert recipe["drop"] == pytest.approx(drop_of(model, masks, x[-20:]))
+    first = halve.learn(model, x, steps=40, plan=plan, permute=False, progress=False)
+    assert recipe.get("relearned") == 10 or all(masks[name] == first[name] for name in masks)
+    assert json.loads(json.dumps(recipe)) == recipe
+    assert halve.verify(halve.apply(model, masks), masks).ok
+
+
+def test_learning_again_keeps_what_is_better():
+    model, x = network(), random(400, 16)
+    masks = halve.learn(model, x, steps=40, max_drop=0.05, permute=False, progress=False, fallback=False)
+    assert masks.recipe["left_dense"]
+    assert masks.recipe["relearned"] == 10  # deterministic: it is better here
+    assert masks.recipe["drop"] <= 0.05
+    assert masks.recipe["quality"]["agreement"] == pytest.approx(1 - drop_of(model, masks, x[-20:]))
+
+
+@pytest.mark.parametrize(
+    ("options", "error"),
+    [
+        ({"max_drop": 0.1, "min_speedup": 1.5}, "not both"),
+        ({"min_speedup": 1.5}, "min_speedup= needs plan="),
+        ({"min_speedup": 0.5}, "min_speedup must be a number from 1 on"),
+        ({"min_speedup": float("nan")}, "min_speedup must be a number from 1 on"),
+    ],
+    ids=["both", "no plan", "slower", "NaN"],
+)
+def test_targets_that_make_no_sense_are_refused(options, error):
+    with pytest.raises(OptionError, match=error):
+        learn(convnet(), images(), steps=1, drop_data=images(), **options)
 
 
 @pytest.mark.parametrize("bad", [{"max_drop": 2.0}, {"max_drop": 0.1, "drop_metric": "top5"}])

@@ -136,10 +136,11 @@ def test_files_that_are_no_plans_are_refused(tmp_path, text):
         load_plan(tmp_path / "none.json")
 
 
-def test_masks_name_the_plan_they_were_made_for():
-    model, one = net(), plan()
-    recipe = halve.prune(model, plan=one).recipe
-    assert recipe["selection"]["plan"] == one.description
+def test_masks_name_the_plan_they_were_made_for(tmp_path):
+    model, one, path = net(), plan(), tmp_path / "plan.json"
+    one.save(path)
+    for given in (one, path, str(path)):
+        assert halve.prune(model, plan=given).recipe["selection"]["plan"] == one.description
     assert one.description != plan(second=(1.0, 1.2)).description
     learned = halve.learn(model, torch.zeros(4, 3, 3, 3), steps=1, plan=one, validation=False, progress=False)
     assert list(learned) == ["1"]

@@ -1,6 +1,9 @@
-"""An accuracy budget: leave layers dense until the masked network drops by no more than allowed."""
+"""Trade accuracy against speed: leave the layers dense whose masks cost most for what they save."""
 
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -9,11 +12,74 @@ from torch import Tensor, nn
 from halve.agreement import compare, correct
 from halve.batches import Forward, Progress, iterate, labels_of, reiterable, tracked
 from halve.errors import DataError, ModelError, OptionError, listed
+from halve.learn.held_back import Split
 from halve.learn.learner import Runner
 from halve.masks.mask import MaskSet
 from halve.modules import clone, plain_weight_, weight_of
+from halve.select.select import SelectOptions
+from halve.select.speed_plan import SpeedPlan, load_plan
 
 Metric = Literal["agreement", "top1"]
+
+
+@dataclass(frozen=True)
+class Trade:
+    """An accuracy budget or a speed target: one of `max_drop` and `min_speedup`, and what it is measured on."""
+
+    max_drop: float | None
+    min_speedup: float | None
+    data: Any
+    metric: Metric
+    plan: SpeedPlan | None
+
+    @classmethod
+    def of(
+        cls, max_drop: float | None, min_speedup: float | None, data: Any, metric: Metric, selection: SelectOptions
+    ) -> "Trade | None":
+        """What the options of `learn` ask for; None if that is nothing. Raises for what is not allowed."""
+        plan = selection.get("plan")
+        if max_drop is None and min_speedup is None:
+            if data is not None:
+                raise OptionError("drop_data= needs max_drop= or min_speedup=: the drop is measured for these")
+            return None
+        if max_drop is not None and min_speedup is not None:
+            raise OptionError("give max_drop= or min_speedup=, not both")
+        if max_drop is not None:
+            check_accuracy_budget(max_drop, metric)
+        if min_speedup is not None:
+            check_speed_target(min_speedup)
+            if plan is None:
+                raise OptionError("min_speedup= needs plan=, what 'halve.measure' found on the target")
+        return cls(max_drop, min_speedup, data, metric, load_plan(plan) if isinstance(plan, str | Path) else plan)
+
+    def on(self, split: Split) -> "Trade":
+        """Measured on the images that are held back, unless others were given."""
+        if self.data is not None:
+            return self
+        if not split.source:
+            option = "max_drop" if self.max_drop is not None else "min_speedup"
+            raise DataError(f"{option}= needs images to measure the drop on: {split.reason}; pass drop_data=")
+        return replace(self, data=split.held_back)
+
+    def enforced(self, model: nn.Module, masks: MaskSet, forward: Forward | None, progress: Progress | None) -> MaskSet:
+        """The masks that are kept."""
+        if self.max_drop is not None:
+            return enforce_accuracy_budget(
+                *(model, masks, self.data, self.max_drop, self.metric),
+                plan=self.plan,
+                forward=forward,
+                progress=progress,
+            )
+        assert self.min_speedup is not None
+        assert self.plan is not None
+        return enforce_speed_target(
+            *(model, masks, self.data, self.min_speedup, self.plan), forward=forward, progress=progress
+        )
+
+    def drop(self, model: nn.Module, masks: MaskSet, forward: Forward | None) -> float:
+        """What the masks cost, by the metric."""
+        metric = self.metric if self.max_drop is not None else "agreement"
+        return _Runs(model, masks, self.data, metric, forward).drop(list(masks))
 
 
 def enforce_accuracy_budget(
@@ -23,13 +89,15 @@ def enforce_accuracy_budget(
     max_drop: float,
     metric: Metric = "agreement",
     *,
+    plan: SpeedPlan | None = None,
     forward: Forward | None = None,
     progress: Progress | None = None,
 ) -> MaskSet:
     """Return the masks without those that cost most, leaving as few layers dense as the budget requires.
 
-    A layer's cost is the mean KL divergence of the outputs when it alone is masked. The recipe lists the layers left
-    dense with their costs, and the drop before and after.
+    A layer's cost is the mean KL divergence of the outputs when it alone is masked. With a plan, the layers that save
+    the fewest milliseconds for their cost are left dense first. The recipe lists the layers left dense with their
+    costs, and the drop before and after.
 
     Args:
         model: The dense model.
@@ -37,6 +105,7 @@ def enforce_accuracy_budget(
         data: Batches on which the drop is measured.
         max_drop: Largest allowed drop of the metric, from 0 to 1.
         metric: "agreement" with the dense model, or "top1" accuracy, which needs labels. Default: "agreement".
+        plan: What each mask saves, from `halve.measure`. Default: all masks are worth the same.
         forward: Runs the model on an unusual batch.
         progress: Wraps loops that take long.
 
@@ -53,15 +122,20 @@ def enforce_accuracy_budget(
     dense: list[str] = []
     drop = everything
     if everything > max_drop:
-        costs = {name: runs.cost(name) for name in tracked(list(masks), progress, "cost of each layer")}
-        order = sorted(masks, key=lambda name: -costs[name])
+        costs = runs.costs(progress)
+        order = by_worth(costs, plan)
         low, high = 1, len(order)  # more dense layers, less drop; with all of them dense it is zero
         while low < high:
             middle = (low + high) // 2
             low, high = (low, middle) if runs.drop(order[middle:]) <= max_drop else (middle + 1, high)
         while low < len(order) and runs.drop(order[low:]) > max_drop:
             low += 1  # the drop is not strictly monotonic
-        dense, drop = order[:low], runs.drop(order[low:])
+        kept, dense = order[low:], order[:low]
+        for name in reversed(order[:low]):  # what fits into the rest of the budget
+            if runs.drop([*kept, name]) <= max_drop:
+                kept.append(name)
+                dense.remove(name)
+        drop = runs.drop(kept)
     if len(dense) == len(masks):
         raise ModelError(
             f"no layer can be masked within max_drop={max_drop}: with all masks the drop is {everything:.4f}; "
@@ -76,12 +150,69 @@ def enforce_accuracy_budget(
     )
 
 
+def enforce_speed_target(
+    model: nn.Module,
+    masks: MaskSet,
+    data: Any,
+    min_speedup: float,
+    plan: SpeedPlan,
+    *,
+    forward: Forward | None = None,
+    progress: Progress | None = None,
+) -> MaskSet:
+    """Return as few of the masks as give this speed-up, those that save the most milliseconds for their cost.
+
+    Args:
+        model: The dense model.
+        masks: Its masks.
+        data: Batches on which the cost of each mask is measured, as for `enforce_accuracy_budget`.
+        min_speedup: Speed relative to the dense network, as the plan estimates it, such as 1.5.
+        plan: What each mask saves, from `halve.measure`.
+        forward: Runs the model on an unusual batch.
+        progress: Wraps loops that take long.
+    """
+    check_speed_target(min_speedup)
+    most = plan.speedup(masks)
+    if most < min_speedup:
+        raise ModelError(
+            f"min_speedup={min_speedup:g} is out of reach: all {len(masks)} masks together give {most:.2f} x "
+            f"on {plan.device}, {plan.dtype}, batch {plan.batch}"
+        )
+    runs = _Runs(model, masks, data, "agreement", forward)
+    everything = runs.drop(list(masks))
+    costs = runs.costs(progress)
+    dense, left = [], by_worth(costs, plan)
+    while len(left) > 1 and plan.speedup(left[1:]) >= min_speedup:
+        dense.append(left.pop(0))
+    return masks.without(dense).with_recipe(
+        min_speedup=min_speedup,
+        drop_metric="agreement",
+        drop_before=everything,
+        drop=runs.drop(left),
+        left_dense={name: costs[name] for name in dense},
+    )
+
+
+def by_worth(costs: Mapping[str, float], plan: SpeedPlan | None) -> list[str]:
+    """Layers by what a mask is worth, least first: milliseconds saved for its cost, or just the least cost."""
+    if plan is None:
+        return sorted(costs, key=lambda name: -costs[name])
+    saved = {name: plan[name].saved_ms if name in plan else 0.0 for name in costs}
+    return sorted(costs, key=lambda name: (saved[name] / max(costs[name], 1e-12), -costs[name]))
+
+
 def check_accuracy_budget(max_drop: float, metric: str) -> None:
     """Raise `OptionError` for a budget or a metric that is not allowed."""
     if metric not in get_args(Metric):
         raise OptionError(f"drop_metric must be one of {listed(get_args(Metric))}, got {metric!r}")
     if not 0 <= max_drop <= 1:
         raise OptionError(f"max_drop must be between 0 and 1, got {max_drop}")
+
+
+def check_speed_target(min_speedup: float) -> None:
+    """Raise `OptionError` for a speed-up that is none."""
+    if not 1 <= min_speedup < math.inf:
+        raise OptionError(f"min_speedup must be a number from 1 on, such as 1.5, got {min_speedup}")
 
 
 class _Runs:
@@ -109,9 +240,12 @@ class _Runs:
         """Drop of the metric with these layers masked."""
         return self._best - self._share_correct(self._outputs(names))
 
-    def cost(self, name: str) -> float:
-        """Mean KL divergence of the outputs with this layer alone masked."""
-        return compare(self._outputs([name]), self._dense).kl
+    def costs(self, progress: Progress | None) -> dict[str, float]:
+        """Mean KL divergence of the outputs with each layer alone masked."""
+        return {
+            name: compare(self._outputs([name]), self._dense).kl
+            for name in tracked(list(self._masked), progress, "cost of each layer")
+        }
 
     def _share_correct(self, outputs: Tensor) -> float:
         return correct(outputs, self._labels) / len(outputs)

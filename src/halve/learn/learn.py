@@ -1,5 +1,6 @@
 """Learn masks by gradient descent on logits over the codes of every block; the weights are frozen."""
 
+import glob
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +11,7 @@ from torch import nn
 
 from halve.batches import Forward, Progress, iterate
 from halve.errors import LearningError, LearningWarning, OptionError, first_line, listed, warn
-from halve.learn.accuracy_budget import Metric, check_accuracy_budget, enforce_accuracy_budget
+from halve.learn.accuracy_budget import Metric, Trade
 from halve.learn.baseline import Baseline
 from halve.learn.comparison import Comparison, Verdict
 from halve.learn.distributed import Processes
@@ -47,8 +48,9 @@ from halve.masks.recipe import origin_of, with_digests, with_fingerprint
 from halve.modules import unwrapped
 from halve.permute.policy import search_by_default, search_seconds
 from halve.process_state import preserved_process_state
-from halve.select.select import plain_options
+from halve.select.select import SelectOptions, plain_options
 
+_QUARTER = 4  # layers that are left after a budget are learned again for a quarter of the steps
 Precision = Literal["auto", "float32", "bfloat16"]
 
 
@@ -66,6 +68,7 @@ def learn(
     validation: Any = None,
     fallback: bool = True,
     max_drop: float | None = None,
+    min_speedup: float | None = None,
     drop_data: Any = None,
     drop_metric: Metric = "agreement",
     run_state: str | Path | None = None,
@@ -91,8 +94,8 @@ def learn(
         model: The trained network.
         data: Batches of images, such as a DataLoader; labels are not needed. One tensor is split into batches of 64.
             Layers that do not run on the first batch are not masked.
-        minutes: Budget in minutes, for all that this call does except `max_drop`. Default: 2.0, unless `steps` or
-            `epochs` is given.
+        minutes: Budget in minutes, for all that this call does except `max_drop` and `min_speedup`. Default: 2.0,
+            unless `steps` or `epochs` is given.
         steps: Budget in optimizer steps.
         epochs: Budget in passes over the data.
         accumulate: Batches per step. Default: 1.
@@ -129,8 +132,11 @@ def learn(
             256 of a stream, none if there are fewer than 64. False holds none back.
         fallback: Whether to return one-shot masks if the learned ones are worse. Presets always return what was
             learned. Default: True.
-        max_drop: Accuracy budget: leave the costliest layers dense until `drop_metric` drops by at most this share.
-        drop_data: Images on which the drop is measured; required with `max_drop`.
+        max_drop: Accuracy budget: leave the costliest layers dense until `drop_metric` drops by at most this share, and
+            learn the others again. With `plan`, those that save the fewest milliseconds for their cost.
+        min_speedup: Speed target, such as 1.5: leave as many layers dense, by the same order, as the speed-up that
+            `plan` estimates allows.
+        drop_data: Images on which the drop is measured. Default: those that are held back.
         drop_metric: "agreement" with the dense network, or "top1" accuracy (needs labels). Default: "agreement".
         run_state: File that the state of the run is saved to, for `resume`.
         save_every: Seconds between saves. Default: 60.0.
@@ -164,7 +170,8 @@ def learn(
     selection, given = split_options({**preset_options(preset), **options})
     settings = Settings.of(given)
     budget = TimeBudget(settings.budget_minutes)
-    _check_options(settings, permute, max_drop, drop_data, drop_metric, precision, run_state, resume)
+    trade = Trade.of(max_drop, min_speedup, drop_data, drop_metric, selection)
+    _check_options(settings, permute, precision, run_state, resume)
     seconds = search_seconds(permute_seconds, bool(permute), settings.budget_minutes, settings.steps)
     if budget.seconds is not None and seconds >= budget.seconds:
         raise OptionError(
@@ -173,6 +180,8 @@ def learn(
 
     # select
     split = _split(data, validation, settings.seed)
+    if trade is not None:
+        trade = trade.on(split)
     inputs = Inputs(model, split.data, forward, progress)
     processes = Processes(device_of(model), trackers, None if log is None else Path(log).parent)
     stream = BatchStream(split.data, processes.rank, processes.count)
@@ -227,18 +236,18 @@ def learn(
     masks = complete(verdict.masks, verdict.quality())
     if processes.is_main:
         verdict.warn()
-    if max_drop is not None:
-        masks = _within_budget(inputs, masks, max_drop, drop_data, drop_metric)
+    if trade is not None:
+        masks = _traded(trade, inputs, masks)
         masks = processes.broadcast(comparison.judged(masks) if processes.is_main else masks)
+        if processes.count == 1 and split.kind != "iterator" and masks.recipe["ended"] != "interrupted":
+            again = {"forward": forward, "precision": precision, "report": report, "progress": progress}
+            masks = _relearned(trade, inputs, masks, split, given, selection, again)
     return masks
 
 
 def _check_options(
     settings: Settings,
     permute: bool | None,
-    max_drop: float | None,
-    drop_data: Any,
-    drop_metric: Metric,
     precision: Precision,
     run_state: str | Path | None,
     resume: bool,
@@ -246,10 +255,6 @@ def _check_options(
     """Raise for values and combinations that are not allowed, before any work is done."""
     resolve_objective(settings.objective, settings.match)
     check_start(settings.start)
-    if (max_drop is None) != (drop_data is None):
-        raise OptionError("max_drop= and drop_data= must be given together: the drop is measured on separate images")
-    if max_drop is not None:
-        check_accuracy_budget(max_drop, drop_metric)
     if permute and isinstance(settings.start, MaskSet):
         raise OptionError("permute=True cannot be combined with start=masks: masks bring their own channel orders")
     if precision not in get_args(Precision):
@@ -395,11 +400,41 @@ def _complete(found: Mapping[str, Mask], layers: Layers, orders: ChannelOrders, 
     return MaskSet(masks, recipe=recipe, moves=orders.moves)
 
 
-def _within_budget(inputs: Inputs, masks: MaskSet, max_drop: float, drop_data: Any, metric: Metric) -> MaskSet:
-    """The masks within the accuracy budget; an error keeps those that were learned."""
+def _traded(trade: Trade, inputs: Inputs, masks: MaskSet) -> MaskSet:
+    """The masks within the accuracy budget or the speed target; an error keeps those that were learned."""
     try:
-        return enforce_accuracy_budget(
-            *(inputs.model, masks, drop_data, max_drop, metric), forward=inputs.forward, progress=inputs.progress
-        )
+        return trade.enforced(inputs.model, masks, inputs.forward, inputs.progress)
     except Exception as error:  # drop_data and forward are the user's
         raise LearningError(f"{first_line(error)}; the masks as learned are in the error's .masks", masks) from error
+
+
+def _relearned(
+    trade: Trade,
+    inputs: Inputs,
+    masks: MaskSet,
+    split: Split,
+    settings: Mapping[str, Any],
+    selection: SelectOptions,
+    others: Mapping[str, Any],
+) -> MaskSet:
+    """The masks of the layers that are not left dense, learned again for a quarter of the steps, if that is better."""
+    recipe = masks.recipe
+    if not recipe["left_dense"] or recipe["steps_done"] < _QUARTER:
+        return masks
+    names = [glob.escape(name) for name in masks]
+    again: dict[str, Any] = {key: value for key, value in settings.items() if key not in ("minutes", "epochs")}
+    again |= {key: value for key, value in selection.items() if key not in ("exclude", "plan", "target")}
+    again |= {"start": masks, "steps": recipe["steps_done"] // _QUARTER, "include": names, "also": names}
+    validation = split.held_back if split.source else False
+    try:
+        found = learn(inputs.model, split.data, **again, **others, validation=validation, fallback=False)
+        drop = trade.drop(inputs.model, found, inputs.forward)
+    except LearningError as error:
+        warn(f"the layers that are left were not learned again: {first_line(error)}", LearningWarning)
+        return masks
+    if found.recipe["ended"] == "interrupted" or drop > recipe["drop"]:
+        return masks
+    quality = found.recipe["quality"]
+    now = {key: quality[key] for key in ("agreement", "kl", "output_error")} if split.source else {}
+    facts = {"drop": drop, "quality": recipe["quality"] | now, "relearned": again["steps"]}
+    return found.with_recipe(**{**recipe, **facts})

@@ -271,6 +271,9 @@ def plain_options(selection: SelectOptions) -> dict[str, Any]:
             return list(value)
         return value if value is None else str(value)
 
+    named = selection.get("plan")
+    if isinstance(named, str | Path):
+        selection = {**selection, "plan": load_plan(named)}
     return {key: plain(value) for key, value in selection.items()}
 
 
