@@ -7,6 +7,7 @@ from halve.check.verify import verify
 from halve.engine.compile import compile
 from halve.engine.compiled import load as load_compiled
 from halve.errors import HalveError
+from halve.learn.frontier import frontier
 from halve.learn.learn import learn
 from halve.learn.objective import Views
 from halve.masks.apply import apply, restore_order
@@ -31,6 +32,7 @@ __all__ = [
     "bench",
     "compile",
     "evaluate",
+    "frontier",
     "learn",
     "load",
     "load_compiled",

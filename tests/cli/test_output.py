@@ -33,6 +33,7 @@ MASKED = ("zoo.py", "net.safetensors", "net.masks.safetensors")
 PHOTO = "photos/ant/0.png"
 WRITES = [
     (("prune", *NET, "--data", "photos"), "--out", ("zoo.py", "net.safetensors", PHOTO)),
+    (("measure", *NET, "--size", "16"), "--out", ("zoo.py", "net.safetensors")),
     (APPLY, "--out", MASKED),
     (("pack", *APPLY[1:]), "--out", MASKED),
     (("recalibrate", *APPLY[1:], "--data", "photos"), "--out", (*MASKED, PHOTO)),

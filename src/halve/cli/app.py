@@ -21,6 +21,7 @@ COMMANDS = {  # and the files that they are in
     "measure": "measure",
     "prune": "prune",
     "learn": "learn",
+    "frontier": "frontier",
     "recalibrate": "recalibrate",
     "apply": "masks",
     "verify": "verify",

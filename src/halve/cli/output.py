@@ -31,6 +31,7 @@ except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
 MADE_BY_DEMO = "made by 'halve demo'"  # in the first line of text files
+MADE_BY_FRONTIER = "made by 'halve frontier'"
 Inputs = Mapping[str, list[Path]]  # files and folders, by the option that names them
 
 
@@ -94,16 +95,22 @@ def _is_log(path: Path) -> bool:
     return isinstance(first, dict) and {"step", "loss"} <= first.keys()
 
 
-def _is_of_demo(path: Path) -> bool:
-    with path.open("rb") as text:
-        return MADE_BY_DEMO.encode() in text.readline(1 << 10)
+def _text(name: str, made_by: str) -> Kind:
+    """A text file that says in its first line what made it."""
+
+    def is_kind(path: Path) -> bool:
+        with path.open("rb") as text:
+            return made_by.encode() in text.readline(1 << 10)
+
+    return Kind(name, is_kind)
 
 
 MASKS, PACKED, RUN_STATE, COMPILED = map(Kind.of, (file.FORMAT, packed.FORMAT, run_state.FORMAT, compiled.FORMAT))
 SPARSE_CHECKPOINT = _checkpoint("halve apply", "halve unpack")
 DEMO_CHECKPOINT = _checkpoint("halve demo")
-DEMO_MODEL = Kind("model file of 'halve demo'", _is_of_demo)
-DEMO_PICTURE = Kind("picture of 'halve demo'", _is_of_demo)
+DEMO_MODEL = _text("model file of 'halve demo'", MADE_BY_DEMO)
+DEMO_PICTURE = _text("picture of 'halve demo'", MADE_BY_DEMO)
+FRONTIER_PICTURE = _text("plot of 'halve frontier'", MADE_BY_FRONTIER)
 RESULTS = Kind("result of 'halve bench'", _is_results)
 PLAN = Kind("plan of 'halve measure'", _is_plan)
 LOG = Kind("log of 'halve learn'", _is_log, stream=True)

@@ -193,6 +193,13 @@ def enforce_speed_target(
     )
 
 
+def costs_of(
+    model: nn.Module, masks: MaskSet, data: Any, *, forward: Forward | None = None, progress: Progress | None = None
+) -> dict[str, float]:
+    """What each mask costs: the mean KL divergence of the outputs from the dense model's when it alone is applied."""
+    return _Runs(model, masks, data, "agreement", forward).costs(progress)
+
+
 def by_worth(costs: Mapping[str, float], plan: SpeedPlan | None) -> list[str]:
     """Layers by what a mask is worth, least first: milliseconds saved for its cost, or just the least cost."""
     if plan is None:

@@ -1,0 +1,76 @@
+import pytest
+import torch
+from torch import nn
+
+import halve
+from halve.errors import DataError, OptionError
+from halve.learn.frontier import _thinned
+from halve.machine import device_names
+from halve.select.speed_plan import LayerSpeed, SpeedPlan
+from tests.random_masks import random
+from tests.untouched import untouched
+
+QUICK = {"steps": 40, "permute": False, "progress": False, "fallback": False}
+
+
+def network():
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layers = [layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh())]
+        model = nn.Sequential(*layers, nn.Linear(16, 6)).eval()
+    with torch.no_grad():
+        for layer in layers[::2]:
+            layer.weight *= 1.6
+    return model
+
+
+def plan(*saved):
+    layers = {str(2 * i): LayerSpeed((16, 16), "", 1.0, 1.0 - ms) for i, ms in enumerate(saved)}
+    return SpeedPlan(layers, device_names()[-1], "float32", 1, (16,), dense_ms=8.0, sparse_ms=4.0)
+
+
+def test_points_lead_from_the_fastest_network_to_the_most_accurate_one():
+    model, x, speeds = network(), random(400, 16), plan(0.5, 0.5, 0.5, 0.5)
+    with untouched(model):
+        found = halve.frontier(model, x, speeds, points=4, **QUICK)
+    assert [len(point.masks) for point in found] == [4, 3, 2, 1]
+    assert [point.ms for point in found] == pytest.approx([4, 5, 6, 7])
+    assert [point.speedup for point in found] == pytest.approx([8 / ms for ms in (4, 5, 6, 7)])
+    assert found[-1].kl < found[0].kl
+    for point in found:
+        judged = halve.evaluate(model, point.masks, [x[-20:]])
+        assert point.agreement == pytest.approx(judged.agreement)
+        assert halve.verify(halve.apply(model, point.masks), point.masks).ok
+    assert found[1].masks.recipe["left_dense"].keys() == found[0].masks.keys() - found[1].masks.keys()
+    assert str(found).splitlines()[1].split(" | ")[0].strip() == "layers masked"
+
+
+def test_layers_that_are_not_faster_sparse_are_masked_at_no_point():
+    found = halve.frontier(network(), random(200, 16), plan(0.5, 0.0, 0.5, 0.5), points=2, **QUICK)
+    assert list(found[0].masks) == ["0", "4", "6"]
+    assert "2" not in found[1].masks
+
+
+def test_a_layer_that_saves_most_takes_a_step_of_its_own():
+    order = ["0", "2", "4", "6"]
+    assert _thinned(order, plan(0.01, 0.01, 0.01, 0.9), 5) == [["6"]]
+    assert _thinned(order, plan(0.9, 0.01, 0.01, 0.01), 5) == [["2", "4", "6"], ["4", "6"], ["6"]]
+    assert _thinned(order, plan(0.5, 0.5, 0.5, 0.5), 3) == [["2", "4", "6"], ["4", "6"]]
+    assert _thinned(["0"], plan(0.5, 0.5, 0.5, 0.5), 3) == []
+
+
+def test_a_plan_may_be_a_file_of_another_machine(tmp_path):
+    path = tmp_path / "h200.json"
+    SpeedPlan(plan(0.5, 0.5, 0.5, 0.5).layers, "NVIDIA H200", "float16", 256, (16,), 8.0, 4.0).save(path)
+    with pytest.raises(OptionError, match="NVIDIA H200"):
+        halve.frontier(network(), random(200, 16), path, points=1, **QUICK)
+    assert len(halve.frontier(network(), random(200, 16), path, points=1, target="H200", **QUICK)) == 1
+
+
+def test_images_to_judge_by_are_needed():
+    with pytest.raises(DataError, match="needs images to measure agreement on: 30 images are too few"):
+        halve.frontier(network(), random(30, 16), plan(0.5, 0.5, 0.5, 0.5), **QUICK)
+    with pytest.raises(DataError, match="reads the data several times"):
+        halve.frontier(network(), iter([random(200, 16)]), plan(0.5, 0.5, 0.5, 0.5), validation=random(20, 16), **QUICK)
+    with pytest.raises(OptionError, match="points must be a positive integer"):
+        halve.frontier(network(), random(200, 16), plan(0.5, 0.5, 0.5, 0.5), points=0)
