@@ -6,6 +6,8 @@ from halve.check.verify import verify
 from halve.engine.compile import compile
 from halve.engine.compiled import load as load_compiled
 from halve.errors import HalveError
+from halve.export.check_onnx import check_onnx
+from halve.export.export import export
 from halve.learn.learn import learn
 from halve.learn.objective import Views
 from halve.masks.apply import apply, restore_order
@@ -27,8 +29,10 @@ __all__ = [
     "__version__",
     "apply",
     "bench",
+    "check_onnx",
     "compile",
     "evaluate",
+    "export",
     "learn",
     "load",
     "load_compiled",

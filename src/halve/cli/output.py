@@ -19,6 +19,7 @@ import typer
 
 from halve.engine.saved import file as compiled
 from halve.errors import DataError, FileError
+from halve.export import file as onnx_file
 from halve.learn import run_state
 from halve.masks import file, packed, storage
 from halve.sources.images import ENDINGS, expand
@@ -98,6 +99,7 @@ SPARSE_CHECKPOINT = _checkpoint("halve apply", "halve unpack")
 DEMO_CHECKPOINT = _checkpoint("halve demo")
 DEMO_MODEL = Kind("model file of 'halve demo'", _is_of_demo)
 DEMO_PICTURE = Kind("picture of 'halve demo'", _is_of_demo)
+ONNX = Kind("file by 'halve export'", onnx_file.is_exported)
 RESULTS = Kind("result of 'halve bench'", _is_results)
 LOG = Kind("log of 'halve learn'", _is_log, stream=True)
 
