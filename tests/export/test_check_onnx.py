@@ -201,9 +201,9 @@ def test_operators_that_tensorrt_does_not_take_say_so(tmp_path):
 
 
 LOG = """[11/16/2026-12:00:00] [I] [TRT] Loaded 49 MB
-[11/16/2026-12:00:01] [I] [TRT] (Sparsity) Layers eligible for sparse math: body + node_relu_1,
+[11/16/2026-12:00:01] [I] [TRT] (Sparsity) Layers eligible for sparse math: body + relu,
  point, elsewhere
-[11/16/2026-12:00:01] [I] [TRT] (Sparsity) TRT inference plan picked sparse implementation for layers: body + node_relu_1
+[11/16/2026-12:00:01] [I] [TRT] (Sparsity) TRT inference plan picked sparse implementation for layers: body + relu
 """
 
 

@@ -1,3 +1,4 @@
+import contextlib
 import os
 
 import numpy as np
@@ -24,20 +25,16 @@ def test_a_file_that_is_cut_off_anywhere_is_refused_or_has_lost_only_metadata(co
     whole = halve.check_onnx(copied).layers
     for size in range(0, len(content), EVERY):
         copied.write_bytes(content[:size])
-        try:
+        with contextlib.suppress(FileError):
             assert halve.check_onnx(copied).layers == whole
-        except FileError as error:
-            assert str(copied) in str(error)
 
 
 def test_changed_bytes_never_raise_anything_else(copied):
     content = copied.read_bytes()
     for place in range(0, len(content), EVERY):
         copied.write_bytes(content[:place] + bytes([content[place] ^ 0xFF]) + content[place + 1 :])
-        try:
+        with contextlib.suppress(HalveError):
             str(halve.check_onnx(copied))
-        except HalveError:
-            pass
 
 
 def test_other_files_are_refused(tmp_path):

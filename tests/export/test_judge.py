@@ -5,7 +5,7 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, numpy_helper
-from torchvision.models import mobilenet_v3_small, resnet18
+from torchvision.models import resnet18
 
 import halve
 from tests.export.nets import initializer, set_values
@@ -52,10 +52,9 @@ def test_it_agrees_after_a_zero_is_filled(copied):
     assert agrees(copied) == 1
 
 
-@pytest.mark.parametrize(("builder", "dense"), [(resnet18, "layer[234]*"), (mobilenet_v3_small, "features.[6-9]*")])
-def test_it_agrees_on_whole_networks(builder, dense, tmp_path):
-    model = builder(num_classes=10).eval()
+def test_it_agrees_on_a_whole_network(tmp_path):
+    model = resnet18(num_classes=10).eval()
     # Polygraphy reads each weight in a Python loop: wide layers stay dense, where it stops at the first block
-    masks = halve.prune(model, exclude=dense)
+    masks = halve.prune(model, exclude="layer[234]*")
     path = halve.export(model, masks, torch.randn(2, 3, 32, 32), tmp_path / "net.onnx").path
     assert agrees(path) == len(masks)

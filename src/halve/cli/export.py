@@ -44,6 +44,8 @@ def export(
 
     \b
     halve export zoo.py:net --weights net.safetensors --masks net.masks.safetensors --dtype float16 --out net.onnx
+
+    \b
     halve export zoo.py:net --weights net.safetensors --out dense.onnx     # a dense baseline
     """
     given = reads(MODEL=model, weights=weights, masks=masks, data=data)
@@ -89,6 +91,8 @@ def check_onnx(
 
     \b
     halve check-onnx net.onnx
+
+    \b
     halve check-onnx net.onnx --trt-log trtexec.log --json
     """
     check = halve.check_onnx(path, trt_log=trt_log)

@@ -70,7 +70,7 @@ def _parts(layer: str) -> set[str]:
     >>> sorted(_parts("layer1.0.conv1 + node_relu"))
     ['layer1.0.conv1', 'node_relu']
     """
-    return {part.strip() for part in layer.split(" + ")} | {layer}
+    return {part.strip() for part in layer.split(" + ")}
 
 
 def commands(path: Path, shapes: Mapping[str, tuple[int | None, ...]]) -> dict[str, str]:
