@@ -36,7 +36,7 @@ LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
 BESIDE = {"sources": {"errors", "progress", "version", "modules", "masks", "batches"}}
 TOP = {"__init__", "public", "__main__"}  # the public names, and the door to the command line
 METHODS = [("halve.masks.mask", "halve.masks.file")]  # MaskSet.save, the counterpart of load: the only way back
-HEAVY = ("typer", "rich", "torchvision", "timm", "accelerate", "PIL", "sklearn")
+HEAVY = ("typer", "rich", "torchvision", "timm", "accelerate", "PIL", "sklearn", "onnx", "onnxscript", "onnxruntime")
 
 
 def room_of(path):

@@ -15,7 +15,7 @@ from halve.learn import run_state
 from halve.masks import file, packed
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "docs/guide.md", "docs/engine.md"]
+PAGES = ["README.md", "docs/guide.md", "docs/engine.md", "docs/export.md"]
 WITHOUT_EXAMPLES = [
     "docs/accuracy.md",
     "docs/speed.md",

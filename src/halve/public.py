@@ -7,6 +7,8 @@ from halve.check.verify import verify
 from halve.engine.compile import compile
 from halve.engine.compiled import load as load_compiled
 from halve.errors import HalveError
+from halve.export.check_onnx import check_onnx
+from halve.export.export import export
 from halve.learn.frontier import frontier
 from halve.learn.learn import learn
 from halve.learn.objective import Views
@@ -30,8 +32,10 @@ __all__ = [
     "__version__",
     "apply",
     "bench",
+    "check_onnx",
     "compile",
     "evaluate",
+    "export",
     "frontier",
     "learn",
     "load",

@@ -39,6 +39,7 @@ WRITES = [
     (("recalibrate", *APPLY[1:], "--data", "photos"), "--out", (*MASKED, PHOTO)),
     (("compile", *APPLY[1:], "--size", "16"), "--out", MASKED),
     (("bench", *APPLY[1:], "--size", "16", "--batch", "1", "--systems", "eager"), "--out", MASKED),
+    (("export", *APPLY[1:], "--size", "16", "--data", "photos"), "--out", (*MASKED, PHOTO)),
     (("unpack", "net.packed.safetensors"), "--out", ("net.packed.safetensors",)),
     (("unpack", "net.packed.safetensors", "--out", "x"), "--masks-out", ("net.packed.safetensors",)),
     *(
@@ -123,6 +124,7 @@ PRODUCES = {
         ("bench", *APPLY[1:], "--size", "8", "--batch", "1", "--systems", "eager", "--seconds", "0.01"),
         "--out",
     ),
+    "onnx": (("export", *APPLY[1:], "--size", "8"), "--out"),
     "log": ((*LEARN, "--out", "learned"), "--log"),
 }
 COMPILES = pytest.mark.filterwarnings("ignore:running dense")

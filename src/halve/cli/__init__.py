@@ -11,7 +11,8 @@ from halve.errors import HalveError
 def main() -> None:
     """Run the command line. Exit codes: 0 success, 1 a check failed, 2 bad input or usage, 130 interrupted.
 
-    `verify` also has 3 (not applied) and 4 (unknown), `learn` 5 (the masks agree less than --min-agreement asks for).
+    `verify` also has 3 (not applied) and 4 (unknown), `check-onnx` 3 (no layer eligible), `learn` 5 (the masks
+    agree less than --min-agreement asks for).
     """
     from halve.cli.app import app
 

@@ -28,6 +28,8 @@ COMMANDS = {  # and the files that they are in
     "evaluate": "evaluate",
     "compile": "compile",
     "bench": "bench",
+    "export": "export",
+    "check-onnx": "export",
     "inspect": "masks",
     "pack": "masks",
     "unpack": "masks",
@@ -46,7 +48,7 @@ class _Commands(TyperGroup):
 @functools.cache
 def command(name: str) -> Any:
     """Import a command."""
-    function = getattr(importlib.import_module(f"halve.cli.{COMMANDS[name]}"), name)
+    function = getattr(importlib.import_module(f"halve.cli.{COMMANDS[name]}"), _function(name))
     single = typer.Typer(rich_markup_mode=None)
     single.command(name)(function)
     return typer.main.get_group(single).commands[name]
@@ -55,8 +57,14 @@ def command(name: str) -> Any:
 def _summary(name: str) -> str:
     """The first line of a command's docstring."""
     source = Path(__file__).with_name(f"{COMMANDS[name]}.py").read_text(encoding="utf-8")
-    found = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == name]
+    functions = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef)]
+    found = [node for node in functions if node.name == _function(name)]
     return (ast.get_docstring(found[0]) or "").partition("\n")[0]
+
+
+def _function(name: str) -> str:
+    """The name of a command's function."""
+    return name.replace("-", "_")
 
 
 app = typer.Typer(
@@ -68,7 +76,7 @@ app = typer.Typer(
     pretty_exceptions_show_locals=False,
     rich_markup_mode=None,
     epilog="Exit codes: 0 success, 1 a check failed, 2 bad input, 130 interrupted; verify: 3 not applied, 4 unknown; "
-    "learn: 5 below --min-agreement.",
+    "check-onnx: 3 no layer eligible; learn: 5 below --min-agreement.",
 )
 
 for name in COMMANDS:

@@ -19,6 +19,7 @@ import typer
 
 from halve.engine.saved import file as compiled
 from halve.errors import DataError, FileError
+from halve.export import file as onnx_file
 from halve.learn import run_state
 from halve.masks import file, packed, storage
 from halve.select import speed_plan
@@ -111,6 +112,7 @@ DEMO_CHECKPOINT = _checkpoint("halve demo")
 DEMO_MODEL = _text("model file of 'halve demo'", MADE_BY_DEMO)
 DEMO_PICTURE = _text("picture of 'halve demo'", MADE_BY_DEMO)
 FRONTIER_PICTURE = _text("plot of 'halve frontier'", MADE_BY_FRONTIER)
+ONNX = Kind("file by 'halve export'", onnx_file.is_exported)
 RESULTS = Kind("result of 'halve bench'", _is_results)
 PLAN = Kind("plan of 'halve measure'", _is_plan)
 LOG = Kind("log of 'halve learn'", _is_log, stream=True)

@@ -39,8 +39,17 @@ _KEYS = _TEXTS | {"shape", "groups", "pad", "shared_with", "dense", "masked"}
 
 def save(masks: MaskSet, path: str | Path, *, force: bool = False) -> Path:
     """Write a mask file atomically; see `MaskSet.save`."""
-    tensors = {f"codes:{name}": pack_bits(mask.stored_codes, mask.pattern.bits) for name, mask in masks.items()}
-    return storage.write(path, FORMAT, header_of(masks), tensors | tensors_of(masks), force=force)
+    return storage.write(path, FORMAT, header_of(masks), _stored(masks), force=force)
+
+
+def checksum(masks: MaskSet) -> str:
+    """The sha256 that the masks have in the metadata of their file."""
+    return storage.checksum(FORMAT, header_of(masks), _stored(masks))
+
+
+def _stored(masks: MaskSet) -> dict[str, Tensor]:
+    codes = {f"codes:{name}": pack_bits(mask.stored_codes, mask.pattern.bits) for name, mask in masks.items()}
+    return codes | tensors_of(masks)
 
 
 def load(path: str | Path) -> MaskSet:

@@ -57,12 +57,22 @@ def write(
     if not force:
         _check_old(Path(path), format_)
     try:
-        check_json(header)
-        text = json.dumps(header, allow_nan=False, ensure_ascii=False)
+        metadata = _metadata_of(format_, header)
     except (TypeError, ValueError, RecursionError) as error:
         raise FileError(f"cannot write {path}: the header is not valid JSON: {error}") from error
-    metadata = {"format": format_.name, "version": str(format_.version), "header": text}
     return write_atomically(path, _serialised(path, tensors, metadata))
+
+
+def checksum(format_: Format, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> str:
+    """The sha256 that an envelope with this content has in its metadata."""
+    plain = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    return _checksum(_metadata_of(format_, header), plain)
+
+
+def _metadata_of(format_: Format, header: Mapping[str, Any]) -> dict[str, str]:
+    check_json(header)
+    text = json.dumps(header, allow_nan=False, ensure_ascii=False)
+    return {"format": format_.name, "version": str(format_.version), "header": text}
 
 
 def _check_old(path: Path, format_: Format) -> None:

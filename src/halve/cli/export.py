@@ -1,0 +1,120 @@
+"""halve export, halve check-onnx."""
+
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+import halve
+from halve.cli import options as o
+from halve.cli import progress, show
+from halve.cli.output import ONNX, Output, reads
+from halve.export.check_onnx import OnnxCheck, Status
+from halve.export.export import Exported
+
+EXIT_CODES: dict[Status, int] = {"ok": 0, "failed": 1, "none": 3}
+
+
+def export(
+    context: typer.Context,
+    model: o.Model,
+    out: Annotated[Path, typer.Option(help="File to write: NAME.onnx.")],
+    masks: o.OptionalMasks = None,
+    weights: o.Weights = None,
+    dtype: Annotated[str | None, typer.Option(help=f"{', '.join(o.DTYPES)} (default: float32).")] = None,
+    data: Annotated[
+        str | None, typer.Option(help="Images to compare the file with the masked model on (default: noise).")
+    ] = None,
+    images: Annotated[int, typer.Option(min=1, help="Compare on this many images of --data.")] = 16,
+    size: o.Size = None,
+    resize: o.Resize = None,
+    mean: o.Mean = None,
+    std: o.Std = None,
+    on_changed: o.OnChanged = "warn",
+    force: o.Force = False,
+    json: o.Json = False,
+) -> None:
+    """Write the masked network as an ONNX file for TensorRT, and check the file.
+
+    The file computes what 'halve apply' gives: channels moved, BatchNorm folded, the batch size free. It is run in
+    onnxruntime and compared before it is written. The table shows which layers TensorRT's sparse kernels can take, and
+    which are large enough that they are likely to; whether they are used, TensorRT decides. Without --masks, the model
+    is exported as it is.
+
+    \b
+    halve export zoo.py:net --weights net.safetensors --masks net.masks.safetensors --dtype float16 --out net.onnx
+
+    \b
+    halve export zoo.py:net --weights net.safetensors --out dense.onnx     # a dense baseline
+    """
+    given = reads(MODEL=model, weights=weights, masks=masks, data=data)
+    output = Output.open(context, out, ONNX, given, force)
+    wanted = o.type_of(dtype)
+    opened = o.open_model(model, weights, "cpu", size, resize, mean, std)
+    read = None if masks is None else halve.load(masks)
+    example = opened.example()
+    if data is not None:
+        example = next(iter(opened.data(data, batch=images, workers=0, limit=images).loader))
+    results: list[Exported] = []
+
+    def write(path: Path) -> None:
+        options: Any = {"dtype": wanted or torch.float32, "on_changed": on_changed}
+        results.append(halve.export(opened.model, read, example, path, force=force, progress=progress.track, **options))
+
+    output.write(write)
+    [done] = results
+    if json:
+        show.as_json(done.as_json())
+        return
+    _show(done.check)
+    for note in done.notes:
+        show.note(f"note: {note}")
+    show.say(f"{done.path}: {show.size(done.size)}, {done.dtype}; {done.compared}")
+    _show_commands(done.check)
+
+
+def check_onnx(
+    path: Annotated[Path, typer.Argument(metavar="FILE", help="An ONNX file, of halve or of any other tool.")],
+    trt_log: Annotated[
+        Path | None, typer.Option(help="Log of 'trtexec --sparsity=enable --verbose': shows what TensorRT picked.")
+    ] = None,
+    json: o.Json = False,
+) -> None:
+    """Check which layers of an ONNX file TensorRT's sparse kernels can take, and why not the others.
+
+    Judged on the bytes of the file: 2:4 along input channels, the operator, groups, and what lies between a weight and
+    its layer. 'likely' means large enough that sparse kernels have been faster; TensorRT times both and decides.
+
+    Exit codes: 0 there are eligible layers, 1 a layer that 'halve export' masked is not eligible any more, 2 bad input,
+    3 no layer is eligible.
+
+    \b
+    halve check-onnx net.onnx
+
+    \b
+    halve check-onnx net.onnx --trt-log trtexec.log --json
+    """
+    check = halve.check_onnx(path, trt_log=trt_log)
+    if json:
+        show.as_json(check.as_json())
+    else:
+        _show(check)
+        _show_commands(check)
+    if not check.ok:
+        raise typer.Exit(EXIT_CODES[check.status])
+
+
+def _show(check: OnnxCheck) -> None:
+    show.table(str(check.path), check.columns, check.rows())
+    for note in check.notes:
+        show.note(f"note: {note}")
+    for name, reason in check.failures.items():
+        show.fail(f"{name}: {reason}")
+    show.say(f"{check.status}: {check.summary}")
+
+
+def _show_commands(check: OnnxCheck) -> None:
+    if check.eligible:
+        for version, line in check.commands.items():
+            show.say(f"TensorRT {version}: {line}")

@@ -1,0 +1,52 @@
+"""Run an ONNX model in onnxruntime on the CPU."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from halve.errors import FileError, first_line
+from halve.export import packages
+
+_QUIET = 3  # errors only: onnxruntime logs to standard error
+
+
+class Session:
+    """A model that is ready to run."""
+
+    def __init__(self, source: Path | bytes, *, optimize: bool = True) -> None:
+        onnxruntime = packages.onnxruntime()
+        onnxruntime.set_default_logger_severity(_QUIET)
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = _QUIET
+        options.intra_op_num_threads = torch.get_num_threads()
+        if not optimize:
+            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        given: Any = str(source) if isinstance(source, Path) else source
+        try:
+            self._session = onnxruntime.InferenceSession(given, options, providers=["CPUExecutionProvider"])
+        except Exception as error:  # onnxruntime's own classes
+            raise FileError(f"onnxruntime cannot load the file: {first_line(error)}") from error
+        self.inputs = [value.name for value in self._session.get_inputs()]
+        self._types = [value.type for value in self._session.get_inputs()]
+        self.outputs = [value.name for value in self._session.get_outputs()]
+
+    def run(self, inputs: Sequence[Tensor], outputs: Sequence[str] | None = None) -> list[Tensor]:
+        """The outputs for some inputs, which are cast to the dtypes of the file."""
+        given = {
+            name: _array(tensor, kind) for name, tensor, kind in zip(self.inputs, inputs, self._types, strict=True)
+        }
+        try:
+            found = self._session.run(None if outputs is None else list(outputs), given)
+        except Exception as error:
+            raise FileError(f"onnxruntime cannot run the file: {first_line(error)}") from error
+        return [torch.from_numpy(np.asarray(value)) for value in found]
+
+
+def _array(tensor: Tensor, kind: str) -> Any:
+    cast = {"tensor(float16)": torch.float16, "tensor(float)": torch.float32, "tensor(double)": torch.float64}.get(kind)
+    plain = tensor.detach().cpu().contiguous()
+    return (plain if cast is None else plain.to(cast)).numpy()

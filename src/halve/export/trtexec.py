@@ -1,0 +1,93 @@
+"""TensorRT's command line: what to run, and how to read what it says about sparsity."""
+
+import re
+import shlex
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from halve.errors import FileError
+from halve.masks import storage
+
+_MAX_LOG = 1 << 30
+# both generations of messages: the older ones name a list, the newer ones also count it
+_ELIGIBLE = re.compile(r"\(Sparsity\)[^:]*\beligible\b[^:]*:(.*)")
+_PICKED = re.compile(r"\(Sparsity\)[^:]*\b(?:picked|[Cc]hose|using)\b[^:]*:(.*)")
+_STAMP = re.compile(r"^\[\d\d/\d\d/\d{4}-")
+
+
+@dataclass(frozen=True)
+class TrtLog:
+    """What a log of TensorRT says: the names of layers, as it fused them."""
+
+    eligible: tuple[str, ...]
+    picked: tuple[str, ...]
+
+    def picks(self, node: str) -> bool:
+        """Whether a node is part of a layer that runs on a sparse kernel."""
+        return any(node in _parts(layer) for layer in self.picked)
+
+    def unknown(self, nodes: Iterable[str]) -> list[str]:
+        """Layers of the log that have no node of the file in them."""
+        known = set(nodes)
+        return [layer for layer in dict.fromkeys((*self.eligible, *self.picked)) if not known & _parts(layer)]
+
+
+def read_log(path: str | Path) -> TrtLog:
+    """Read a log of trtexec or of a builder, written with --verbose and --sparsity=enable."""
+    path = Path(path)
+    text = storage.read_bytes(path, _MAX_LOG).decode("utf-8", "replace")
+    lines = _unwrapped(text)
+    eligible = [match[1] for line in lines if (match := _ELIGIBLE.search(line))]
+    picked = [match[1] for line in lines if not _ELIGIBLE.search(line) and (match := _PICKED.search(line))]
+    if not eligible and not picked:
+        raise FileError(
+            f"{path} says nothing about sparsity: it has no line with '(Sparsity)'; "
+            f"build with trtexec --sparsity=enable --verbose, and keep its whole output"
+        )
+    return TrtLog(_names(eligible), _names(picked))
+
+
+def _unwrapped(text: str) -> list[str]:
+    """The messages of a log, each in one line: long ones may have been broken by a terminal."""
+    lines: list[str] = []
+    stamped = bool(_STAMP.search(text) or re.search(rf"(?m){_STAMP.pattern}", text))
+    for line in text.splitlines():
+        if stamped and lines and not _STAMP.match(line):
+            lines[-1] += line
+        else:
+            lines.append(line)
+    return lines
+
+
+def _names(lists: Iterable[str]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(name.strip() for names in lists for name in names.split(", ") if name.strip()))
+
+
+def _parts(layer: str) -> set[str]:
+    """The nodes that TensorRT fused into a layer.
+
+    >>> sorted(_parts("layer1.0.conv1 + node_relu"))
+    ['layer1.0.conv1', 'node_relu']
+    """
+    return {part.strip() for part in layer.split(" + ")}
+
+
+def commands(path: Path, shapes: Mapping[str, tuple[int | None, ...]]) -> dict[str, str]:
+    """The lines to paste, for TensorRT 10 and 11.
+
+    >>> print(commands(Path("net.onnx"), {"x": (None, 3, 224, 224)})["11"])
+    trtexec --onnx=net.onnx --saveEngine=net.plan --sparsity=enable --verbose --minShapes=x:1x3x224x224 \
+--optShapes=x:8x3x224x224 --maxShapes=x:32x3x224x224
+    """
+    line = ["trtexec", f"--onnx={path}", f"--saveEngine={path.with_suffix('.plan')}", "--sparsity=enable", "--verbose"]
+    if any(None in shape for shape in shapes.values()):
+        for option, batch in (("min", 1), ("opt", 8), ("max", 32)):
+            sizes = ",".join(f"{name}:{_sizes(shape, batch)}" for name, shape in shapes.items())
+            line.append(f"--{option}Shapes={sizes}")
+    newest = shlex.join(line)
+    return {"10": f"{newest} --stronglyTyped", "11": newest}
+
+
+def _sizes(shape: tuple[int | None, ...], batch: int) -> str:
+    return "x".join(str(batch if size is None else size) for size in shape)

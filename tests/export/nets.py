@@ -1,0 +1,57 @@
+"""Small networks for the tests of exported files, and how to change such a file."""
+
+import onnx
+import torch
+from onnx import numpy_helper
+from torch import nn
+
+
+class Residual(nn.Module):
+    """Two convolutions with BatchNorm and a sum; two outputs with names."""
+
+    def __init__(self, width: int = 16) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(3, width, 3, padding=1, bias=False)
+        self.bn1 = nn.BatchNorm2d(width)
+        self.body = nn.Conv2d(width, width, 3, padding=1, bias=False)
+        self.bn2 = nn.BatchNorm2d(width)
+        self.point = nn.Conv2d(width, width, 1)
+        self.head = nn.Linear(width, 5)
+
+    def forward(self, image):
+        x = self.bn1(self.stem(image)).relu()
+        x = (self.bn2(self.body(x)) + x).relu()
+        x = self.point(x).relu()
+        return {"scores": self.head(x.mean((2, 3))), "features": x}
+
+
+def residual(width: int = 16) -> Residual:
+    """A `Residual` whose BatchNorm layers have statistics."""
+    torch.manual_seed(0)
+    model = Residual(width).eval()
+    for norm in (model.bn1, model.bn2):
+        norm.running_mean.normal_(0, 0.3)
+        norm.running_var.uniform_(0.5, 2)
+        norm.weight.data.uniform_(0.5, 1.5)
+        norm.bias.data.normal_(0, 0.2)
+    return model
+
+
+def images(count: int = 4, size: int = 8) -> torch.Tensor:
+    return torch.randn(count, 3, size, size, generator=torch.Generator().manual_seed(1))
+
+
+def initializer(model, name):
+    return next(tensor for tensor in model.graph.initializer if tensor.name == name)
+
+
+def set_values(model, name, values):
+    initializer(model, name).CopyFrom(numpy_helper.from_array(values, name))
+
+
+def edited(path, change, target=None):
+    """Let a function change the model in a file, and write it, beside it if there is another target."""
+    model = onnx.load(path)
+    change(model)
+    onnx.save(model, target or path)
+    return target or path
