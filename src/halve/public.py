@@ -1,6 +1,8 @@
 """The public names."""
 
 from halve.bench.measure import bench
+from halve.certify.certificate import Certificate
+from halve.certify.certify import certify
 from halve.check.evaluate import evaluate
 from halve.check.verify import verify
 from halve.engine.compile import compile
@@ -19,6 +21,7 @@ from halve.select.select import select
 from halve.version import VERSION as __version__
 
 __all__ = [
+    "Certificate",
     "HalveError",
     "Mask",
     "MaskSet",
@@ -27,6 +30,7 @@ __all__ = [
     "__version__",
     "apply",
     "bench",
+    "certify",
     "compile",
     "evaluate",
     "learn",

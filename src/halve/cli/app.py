@@ -24,6 +24,7 @@ COMMANDS = {  # and the files that they are in
     "apply": "masks",
     "verify": "verify",
     "evaluate": "evaluate",
+    "certify": "certify",
     "compile": "compile",
     "bench": "bench",
     "inspect": "masks",

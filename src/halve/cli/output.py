@@ -17,6 +17,7 @@ from pathlib import Path
 
 import typer
 
+from halve.certify.certificate import is_certificate
 from halve.engine.saved import file as compiled
 from halve.errors import DataError, FileError
 from halve.learn import run_state
@@ -98,6 +99,7 @@ SPARSE_CHECKPOINT = _checkpoint("halve apply", "halve unpack")
 DEMO_CHECKPOINT = _checkpoint("halve demo")
 DEMO_MODEL = Kind("model file of 'halve demo'", _is_of_demo)
 DEMO_PICTURE = Kind("picture of 'halve demo'", _is_of_demo)
+CERTIFICATE = Kind("certificate by 'halve certify'", is_certificate)
 RESULTS = Kind("result of 'halve bench'", _is_results)
 LOG = Kind("log of 'halve learn'", _is_log, stream=True)
 
