@@ -49,6 +49,10 @@ class SourceError(HalveError, ValueError):
     """A model or dataset that cannot be found or built by its name."""
 
 
+class CertificateError(HalveError, ValueError):
+    """A certificate that does not hold, or was made for other weights, masks or images."""
+
+
 class EngineError(HalveError, RuntimeError):
     """A kernel that cannot be compiled or run."""
 

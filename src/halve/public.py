@@ -2,6 +2,8 @@
 
 from halve.bench.measure import bench
 from halve.bench.plan import measure
+from halve.certify.certificate import Certificate
+from halve.certify.certify import certify
 from halve.check.evaluate import evaluate
 from halve.check.verify import verify
 from halve.engine.compile import compile
@@ -24,6 +26,7 @@ from halve.select.speed_plan import load_plan
 from halve.version import VERSION as __version__
 
 __all__ = [
+    "Certificate",
     "HalveError",
     "Mask",
     "MaskSet",
@@ -32,6 +35,7 @@ __all__ = [
     "__version__",
     "apply",
     "bench",
+    "certify",
     "check_onnx",
     "compile",
     "evaluate",

@@ -5,7 +5,18 @@ from safetensors.torch import load_file
 
 from halve.sources.weights import save_state
 
-KEYS = {"task", "images", "outputs", "top1", "top5", "agreement", "kl", "dense_top1", "dense_top5"}
+KEYS = {
+    "task",
+    "images",
+    "outputs",
+    "top1",
+    "top5",
+    "agreement",
+    "agreement_interval",
+    "kl",
+    "dense_top1",
+    "dense_top5",
+}
 
 
 def test_evaluate_counts_the_dense_model(halve, net):

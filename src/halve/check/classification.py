@@ -9,6 +9,7 @@ from torch import Tensor
 
 from halve.agreement import Agreement, compare
 from halve.batches import Forward, labels_of
+from halve.binomial import interval
 from halve.errors import DataError, ModelError, OptionError
 
 _TOP = 5
@@ -62,7 +63,9 @@ class ClassificationCount:
             if known and not (name.endswith("top5") and self._outputs < _TOP):
                 shares[name] = hits / self._labelled
         if compared:
-            shares |= {"agreement": self._agreement.share, "kl": self._agreement.kl}
+            counted = self._agreement
+            shares |= {"agreement": counted.share, "agreement_interval": interval(counted.same, counted.images)}
+            shares["kl"] = counted.kl
         return shares
 
 

@@ -21,7 +21,9 @@ from halve.process_state import preserved_process_state
 
 Task = Literal["classification", "segmentation", "detection", "regression"]
 FIELDS: dict[Task, tuple[str, ...]] = {  # what is measured of each task
-    "classification": ("images", "outputs", "top1", "top5", "agreement", "kl", "dense_top1", "dense_top5"),
+    "classification": (
+        *("images", "outputs", "top1", "top5", "agreement", "agreement_interval", "kl", "dense_top1", "dense_top5"),
+    ),
     "segmentation": (
         *("images", "outputs", "top1", "miou", "agreement", "miou_to_dense", "kl", "dense_top1", "dense_miou"),
     ),
@@ -41,6 +43,8 @@ class Evaluation:
         top5: Share of images whose class is among the five with the highest scores; None under 5 classes.
         agreement: Share of images or pixels with the dense model's class; of the boxes of both models, the share with a
             partner in the other model.
+        agreement_interval: For images, the 95 % confidence interval of the agreement on others of the same kind, exact
+            (Clopper-Pearson). `halve.certify` states it with its assumptions.
         kl: Mean KL divergence from the dense model's outputs, per image or pixel, in nats.
         dense_top1: `top1` of the dense model.
         dense_top5: `top5` of the dense model.
@@ -72,6 +76,7 @@ class Evaluation:
     precision: float | None = None
     recall: float | None = None
     output_error: float | None = None
+    agreement_interval: tuple[float, float] | None = None
 
     def as_json(self) -> dict[str, Any]:
         """What is measured of the task, as plain values."""

@@ -26,6 +26,7 @@ COMMANDS = {  # and the files that they are in
     "apply": "masks",
     "verify": "verify",
     "evaluate": "evaluate",
+    "certify": "certify",
     "compile": "compile",
     "bench": "bench",
     "export": "export",

@@ -130,7 +130,7 @@ def _show(
     first = next(iter(results.values()))
     show.table(
         f"A small ResNet on {first.images:,} test letters; {masks.weights:,} weights masked 2:4, none changed",
-        ("masks", ">top-1", ">top-5", ">agreement", ">mean KL"),
+        ("masks", ">top-1", ">top-5", ">agreement", ">95 % interval", ">mean KL"),
         [row_of("none (dense)", first, dense=True), *(row_of(name, result) for name, result in results.items())],
     )
     one, other = results["learned"], results[MAGNITUDE]

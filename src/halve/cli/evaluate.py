@@ -1,7 +1,7 @@
 """halve evaluate."""
 
 from collections.abc import Callable
-from typing import Annotated, get_args
+from typing import Annotated, Any, get_args
 
 import typer
 
@@ -90,11 +90,12 @@ def evaluate(
 
 
 # The columns of each task: the field of an `Evaluation`, and how it is shown.
-COLUMNS: dict[str, dict[str, tuple[str, Callable[[float | None], str]]]] = {
+COLUMNS: dict[str, dict[str, tuple[str, Callable[[Any], str]]]] = {
     "classification": {
         "top-1": ("top1", show.percent),
         "top-5": ("top5", show.percent),
         "agreement": ("agreement", show.percent),
+        "95 % interval": ("agreement_interval", show.interval),
         "mean KL": ("kl", _number),
     },
     "segmentation": {

@@ -184,7 +184,8 @@ def _recalibrated(opened: o.Opened, masks: halve.MaskSet, batches: Any, validati
         found = halve.evaluate(opened.model, result, held_back.first(images, quality["images"]))
     except HalveError as error:
         raise LearningError(f"{error}; the masks as learned are in the error's .masks", masks) from error
-    now = {"agreement": found.agreement, "kl": found.kl, "output_error": None, "recalibrated": True}
+    now: dict[str, Any] = {"agreement": found.agreement, "kl": found.kl, "output_error": None, "recalibrated": True}
+    now["agreement_interval"] = found.agreement_interval and list(found.agreement_interval)
     return result.with_recipe(quality=quality | now)
 
 

@@ -17,6 +17,7 @@ from pathlib import Path
 
 import typer
 
+from halve.certify.certificate import is_certificate
 from halve.engine.saved import file as compiled
 from halve.errors import DataError, FileError
 from halve.export import file as onnx_file
@@ -113,6 +114,7 @@ DEMO_MODEL = _text("model file of 'halve demo'", MADE_BY_DEMO)
 DEMO_PICTURE = _text("picture of 'halve demo'", MADE_BY_DEMO)
 FRONTIER_PICTURE = _text("plot of 'halve frontier'", MADE_BY_FRONTIER)
 ONNX = Kind("file by 'halve export'", onnx_file.is_exported)
+CERTIFICATE = Kind("certificate by 'halve certify'", is_certificate)
 RESULTS = Kind("result of 'halve bench'", _is_results)
 PLAN = Kind("plan of 'halve measure'", _is_plan)
 LOG = Kind("log of 'halve learn'", _is_log, stream=True)

@@ -108,6 +108,16 @@ def percent(share: float | None, digits: int = 2) -> str:
     return "-" if share is None else f"{100 * share:.{digits}f} %"
 
 
+def interval(ends: Any) -> str:
+    """Format a confidence interval of a share, or a dash if there is none.
+
+    >>> interval((0.9, 0.975)), interval(None)
+    ('90.0-97.5 %', '-')
+    """
+    known = isinstance(ends, tuple | list) and len(ends) == 2 and all(isinstance(end, int | float) for end in ends)
+    return f"{100 * ends[0]:.1f}-{100 * ends[1]:.1f} %" if known else "-"
+
+
 def size(count: int) -> str:
     """Format a number of bytes.
 
@@ -183,10 +193,11 @@ def quality(recipe: Mapping[str, Any]) -> None:
         (by_score, *_qualities(one_shot)) if learned else ("learned", *_qualities(found.get("learned"))),
     ]
     title = f"compared with the dense network on {found.get('images')} validation images ({found.get('source')})"
-    table(title, ("", ">agreement", ">mean KL", ">output error"), rows)
+    table(title, ("", ">agreement", ">mean KL", ">output error", ">95 % interval of agreement"), rows)
 
 
-def _qualities(found: Any) -> tuple[str, str, str]:
+def _qualities(found: Any) -> tuple[str, ...]:
     values = [found.get(key) if isinstance(found, Mapping) else None for key in ("agreement", "kl", "output_error")]
     agreement, kl, error = (value if isinstance(value, int | float) else None for value in values)
-    return percent(agreement), "-" if kl is None else f"{kl:.4f}", percent(error)
+    ends = found.get("agreement_interval") if isinstance(found, Mapping) else None
+    return percent(agreement), "-" if kl is None else f"{kl:.4f}", percent(error), interval(ends)

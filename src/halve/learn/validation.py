@@ -11,6 +11,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor
 
 from halve.agreement import Agreement, compare
+from halve.binomial import interval
 from halve.errors import DataError, ModelError
 from halve.learn.batch_parts import images_in, pieces_of
 from halve.learn.held_back import LEAST, Split, first
@@ -19,6 +20,7 @@ from halve.learn.settings import Settings
 from halve.masks.mask import Mask
 
 _PIECE = 64  # images that are run at once
+_COMPARED = 6  # sets of masks that are judged on the same images, at most: one-shot, learned, with layers left dense
 _MOST_BYTES = 1 << 29  # of images and outputs, kept for the next masks
 
 
@@ -30,11 +32,14 @@ class Quality:
         agreement: Share of images with the dense network's top-1 class; None for outputs that are not class scores.
         kl: Mean KL divergence from the dense network's class probabilities, in nats; None likewise.
         output_error: Norm of the difference of the outputs, relative to that of the dense network's outputs.
+        agreement_interval: An exact 95 % confidence interval of the agreement, valid for all masks that are compared at
+            once, since the best of them are returned.
     """
 
     agreement: float | None
     kl: float | None
     output_error: float
+    agreement_interval: tuple[float, float] | None = None
 
     @property
     def loss(self) -> float:
@@ -44,10 +49,13 @@ class Quality:
 
     def plain(self) -> dict[str, Any]:
         """The numbers as JSON values; what is not finite becomes None."""
-        return {
+        numbers = asdict(self)
+        ends = numbers.pop("agreement_interval")
+        plain: dict[str, Any] = {
             name: None if value is None or not math.isfinite(value) else round(value, 6)
-            for name, value in asdict(self).items()
+            for name, value in numbers.items()
         }
+        return plain | {"agreement_interval": None if ends is None else [round(end, 6) for end in ends]}
 
     def __str__(self) -> str:
         if self.kl is None:
@@ -103,4 +111,5 @@ class Validation:
         error = math.sqrt(squares / max(scale, 1e-300))
         if not agreement.images:
             return Quality(None, None, error)
-        return Quality(agreement.share, agreement.kl if math.isfinite(agreement.kl_sum) else math.inf, error)
+        kl = agreement.kl if math.isfinite(agreement.kl_sum) else math.inf
+        return Quality(agreement.share, kl, error, interval(agreement.same, agreement.images, 1 - 0.05 / _COMPARED))

@@ -1,0 +1,1 @@
+"""What cannot change: certificates, with their assumptions."""

@@ -1,0 +1,67 @@
+"""Digests of what a certificate was computed from: weights, masks and images."""
+
+import hashlib
+from typing import Any
+
+import torch.utils._pytree as pytree
+from torch import Tensor, nn
+
+from halve.batches import images_of
+from halve.errors import DataError
+from halve.masks.digests import has_digest, named_tensors
+from halve.masks.fingerprint import digest
+from halve.masks.mask import MaskSet
+
+
+def digest_of_model(model: nn.Module) -> str:
+    """The digest of all parameters and buffers of a model.
+
+    >>> layer = nn.Linear(2, 2)
+    >>> digest_of_model(layer) == digest_of_model(layer), digest_of_model(layer) == digest_of_model(nn.Linear(2, 2))
+    (True, False)
+    """
+    state = hashlib.sha256()
+    for name, tensor in sorted(named_tensors(model, ()).items()):
+        state.update(f"{name} {digest(tensor) if has_digest(tensor) else 'opaque'}\n".encode())
+    return state.hexdigest()
+
+
+def digest_of_masks(masks: MaskSet) -> str:
+    """The digest of masks: which weights are kept, recalibrated statistics and moved channels."""
+    state = hashlib.sha256()
+    for name, mask in sorted(masks.items()):
+        state.update(f"{name} {mask.pattern} {digest(mask.kept())}\n".encode())
+    for name, value in sorted(masks.statistics.items()):
+        state.update(f"statistics {name} {digest(value)}\n".encode())
+    state.update(repr(sorted(masks.moves.items())).encode())
+    return state.hexdigest()
+
+
+class ImageDigest:
+    """The digest of images in the order in which they come, however they are divided into batches.
+
+    >>> import torch
+    >>> images, one, two = torch.randn(4, 3), ImageDigest(), ImageDigest()
+    >>> one.add(images, None)
+    >>> two.add(images[:1], None), two.add(images[1:], None)
+    (None, None)
+    >>> one.hexdigest() == two.hexdigest()
+    True
+    """
+
+    def __init__(self) -> None:
+        self._state = hashlib.sha256()
+
+    def add(self, batch: Any, forward: object, index: int = 0) -> None:
+        """Add a batch. Raises `DataError` for NaN and infinity. With `forward`, all tensors of the batch count."""
+        images: Any = [leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor)]
+        if forward is None:
+            images = images_of(batch)
+        for image in images:
+            if image.is_floating_point() and not bool(image.isfinite().all()):
+                raise DataError(f"batch {index} has images with NaN or infinity, which no certificate covers")
+            self._state.update(bytes.fromhex(digest(image)))
+
+    def hexdigest(self) -> str:
+        """The digest of all images so far."""
+        return self._state.hexdigest()

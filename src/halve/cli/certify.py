@@ -1,0 +1,110 @@
+"""halve certify."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import halve
+from halve.cli import options as o
+from halve.cli import progress, show
+from halve.cli.output import CERTIFICATE, Output, reads
+from halve.errors import CertificateError, OptionError
+
+NOT_PROVEN = 1  # exit code: the certificate does not say what was asked for, or does not hold
+
+
+def certify(
+    context: typer.Context,
+    model: o.Model,
+    data: o.DataPath,
+    masks: o.MaskFiles = None,
+    weights: o.Weights = None,
+    reference: Annotated[
+        Path | None, typer.Option(help="Checkpoint whose predictions are to be kept (default: --weights, dense).")
+    ] = None,
+    share: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="Stop as soon as this share is proven or refuted, such as 0.99."),
+    ] = None,
+    confidence: Annotated[float, typer.Option(min=0, max=1, help="How sure the statement is.")] = 0.999,
+    by: Annotated[
+        str | None, typer.Option(help="Also certify each 'class' that the dense network predicts, or each 'label'.")
+    ] = None,
+    check: Annotated[Path | None, typer.Option(help="Compute this certificate again; fail if it is not true.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Certificate to write, customarily NAME.certificate.json.")] = None,
+    images: o.Images = None,
+    batch: o.Batch = 64,
+    size: o.Size = None,
+    resize: o.Resize = None,
+    mean: o.Mean = None,
+    std: o.Std = None,
+    workers: o.Workers = None,
+    device: o.Device = "auto",
+    on_changed: o.OnChanged = "warn",
+    force: o.Force = False,
+    json: o.Json = False,
+) -> None:
+    """Certify how often the masked network predicts what the dense one predicts, from images without labels.
+
+    Two mask files are compared with each other on the same images. Exit codes: 0 proven, 1 not proven, or --check
+    failed; 2 bad input.
+
+    \b
+    halve certify zoo.py:net --weights net.safetensors --masks net.masks.safetensors --data photos/
+    """
+    files = list(masks or ())
+    if len(files) > 2:
+        raise OptionError(f"--masks names one file, or two to compare; got {len(files)}")
+    output = None
+    if out is not None:
+        inputs = reads(MODEL=model, weights=weights, reference=reference, data=data, check=check)
+        inputs |= {"--masks": files}
+        output = Output.open(context, out, CERTIFICATE, inputs, force)
+    claimed = None if check is None else halve.Certificate.load(check)
+    read = [halve.load(path) for path in files]  # all of them, before anything takes long
+    opened = o.open_model(model, weights, device, size, resize, mean, std)
+    other = None if reference is None else o.open_model(model, reference, device, size, resize, mean, std).model
+    # in random order: a folder is sorted by class, and counting may stop early
+    source = opened.data(data, batch=batch, workers=workers, limit=images, shuffle=True)
+    try:
+        found = halve.certify(
+            opened.model,
+            read[0] if read else None,
+            source.loader,
+            against=read[1] if len(read) > 1 else None,
+            reference=other,
+            share=share,
+            confidence=confidence,
+            by=by,
+            check=claimed,
+            progress=progress.track,
+            on_changed=on_changed,  # type: ignore[arg-type]
+        )
+    except CertificateError as error:
+        show.fail(str(error))
+        raise typer.Exit(NOT_PROVEN) from error
+    if output is not None:
+        output.write(lambda path: found.save(path, force=force))
+    if json:
+        show.as_json(found.as_json())
+    else:
+        _show(found, check)
+    if found.result.get("reached") is False:
+        raise typer.Exit(NOT_PROVEN)
+
+
+def _show(found: halve.Certificate, check: Path | None) -> None:
+    if check is not None:
+        show.say(f"{check} holds: computed again, with the same result")
+    show.say(str(found))
+    if groups := found.result.get("groups"):
+        rows = [
+            (name, str(one["images"]), show.percent(one["agreement"]), show.percent(one["share"]))
+            for name, one in groups.items()
+        ]
+        show.table("all of these hold together", ("group", ">images", ">agreement", ">at least"), rows)
+    if needed := found.result.get("images_needed"):
+        show.note(f"note: with this agreement, it would take about {needed:,} images")
+    for assumption in found.assumptions:
+        show.say(f"  assuming that {assumption}")

@@ -1,0 +1,33 @@
+import json
+
+
+def test_certify_counts_writes_and_checks(halve, net, masks, folder):
+    arguments = ("certify", *net, "--masks", masks, "--data", "photos")
+    result = halve(*arguments, "--out", "net.certificate.json", "--by", "class")
+    assert "With 99.9 % confidence, masked and dense network predict the same class" in result.out
+    assert "assuming that the images are independent draws" in result.out
+    again = halve(*arguments, "--check", "net.certificate.json", "--batch", "5")
+    assert "net.certificate.json holds" in again.out
+    path = folder / "net.certificate.json"
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps(content | {"sentence": "All is well."}))
+    assert "was changed" in halve(*arguments, "--check", "net.certificate.json", code=2).err
+    halve("prune", *net, "--score", "random", "--out", "random.masks.safetensors")
+    halve(*arguments, "--out", "net.certificate.json")
+    wrong = ("certify", *net, "--masks", "random.masks.safetensors", "--data", "photos")
+    assert "made for other masks" in halve(*wrong, "--check", "net.certificate.json", code=1).err
+    both = halve(*arguments, "--masks", "random.masks.safetensors", "--json").json
+    assert both["statement"] == "comparison"
+
+
+def test_a_share_that_is_not_proven_is_a_failure(halve, net, masks):
+    result = halve("certify", *net, "--masks", masks, "--data", "photos", "--share", "0.99", code=1)
+    assert "99 % is not reached" in result.out
+
+
+def test_certify_compares_an_updated_checkpoint_and_refuses_three_masks(halve, net, masks, folder):
+    found = halve("certify", *net, "--reference", "net.safetensors", "--data", "photos", "--json").json
+    assert found["result"]["same"] == 12
+    three = [option for _ in range(3) for option in ("--masks", masks)]
+    assert "one file, or two" in halve("certify", *net, *three, "--data", "photos", code=2).err
+    assert "needs masks" in halve("certify", *net, "--data", "photos", code=2).err
