@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from halve.engine.kernels.cpu_sp import threads
+from halve.engine.kernels.cpu_sp.packing import pack
+from halve.engine.kernels.cpu_sp.program import Program
 from halve.engine.operations import Convolution
 from tests.engine.kernels.cpu_sp.layers import in_child, random, relative_error, run, weights_of
 
@@ -45,15 +47,17 @@ def test_without_openmp_one_thread_does_it(two_threads, monkeypatch):
 
 
 def test_a_forked_process_does_not_wait_for_threads_it_does_not_have(two_threads):
-    tensors, x = weights_of(CONV), random(1, 64, 20, 20)
-    expected = run(CONV, tensors, [x])
+    packed, x = pack(weights_of(CONV)["weight"]), random(1, 64, 20, 20)
+    ready = Program(CONV, packed, None)
+    expected = ready.run(x, None)
 
     def forked():
         assert threads._forked
-        assert torch.equal(run(CONV, tensors, [x]), expected)
+        assert torch.equal(ready.run(x, None), expected)
+        assert torch.equal(Program(CONV, packed, None).run(x, None), expected)
 
     assert in_child(forked) == 0
-    assert torch.equal(run(CONV, tensors, [x]), expected)
+    assert torch.equal(ready.run(x, None), expected)
 
 
 def test_several_python_threads_at_once(two_threads):

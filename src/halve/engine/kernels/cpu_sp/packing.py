@@ -7,6 +7,8 @@ the four they are (see `halve.masks.pattern`). A dense weight is stored as all v
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -14,6 +16,7 @@ from halve.errors import EngineError, MaskError
 from halve.masks.pattern import Pattern
 
 PATTERN = Pattern("2:4")
+_PLACES = PATTERN.table().nonzero()[:, 1].reshape(PATTERN.count, PATTERN.kept)  # of each code
 _WIDEST = 4  # channels in a group
 
 
@@ -66,18 +69,16 @@ def unpack(packed: Packed, shape: Sequence[int]) -> Tensor:
     values, codes = packed
     if codes is not None:
         groups = torch.zeros(*codes.shape, PATTERN.size, dtype=values.dtype, device=values.device)
-        values = groups.scatter_(-1, places_of(codes), values)
+        values = groups.scatter_(-1, _PLACES.to(codes.device)[codes.long()], values)
     rows, taps = values.shape[:2]
     return values.reshape(rows, taps, -1).transpose(1, 2).reshape(tuple(shape))
 
 
-def places_of(codes: Tensor) -> Tensor:
-    """The channels that each group keeps, ascending: int64, (*codes.shape, 2)."""
-    known = codes.numel() and not codes.is_meta
-    if codes.dtype != torch.uint8 or (known and int(codes.max()) >= PATTERN.count):
-        raise EngineError(f"the codes of a 2:4 weight must be uint8 below {PATTERN.count}")
-    table = PATTERN.table().nonzero()[:, 1].reshape(PATTERN.count, PATTERN.kept)
-    return table.to(codes.device)[codes.long()]
+def places_of(codes: npt.NDArray[np.uint8]) -> npt.NDArray[np.int64]:
+    """The channels that each group keeps, ascending: (*codes.shape, 2). Raises `EngineError` for invalid codes."""
+    if codes.size and codes.max() >= PATTERN.count:
+        raise EngineError(f"the codes of a 2:4 weight must be below {PATTERN.count}, got {codes.max()}")
+    return _PLACES.numpy()[codes]
 
 
 def packed_shapes(shape: Sequence[int], sparse: bool) -> tuple[tuple[int, ...], tuple[int, ...] | None]:

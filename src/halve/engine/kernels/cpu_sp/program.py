@@ -85,7 +85,7 @@ class Program:
         if packed.codes is None:
             places = np.broadcast_to(np.arange(width), packed.values.shape)
         else:
-            places = places_of(packed.codes).numpy()
+            places = places_of(packed.codes.numpy())
         bits = packed.values.detach().contiguous().view(torch.int16 if self._size == 2 else torch.int32)
         vectors, weights = arithmetic.operands(places, bits.numpy())
         self.code = _code_for(arithmetic, vectors, width, kept, self._convolution.activation == "relu")
