@@ -222,8 +222,11 @@ class Compiled(nn.Module):
             move_(self.body, self.device, moved.device)
             old, self.device = self.device, moved.device
             self._adapt(no_sparse_kernels(old, self.dtype))
-            if not self.runs_here() and not self.switch_plan(old):
-                message = f"running dense: the plan was made for {old.type}, call warmup() to plan for {self.device.type}"
+            known = old.type != self.device.type and self.device.type in self._plans
+            if self.reason is None and (known or not self.runs_here()) and not self.switch_plan(old):
+                message = (
+                    f"running dense: the plan was made for {old.type}, call warmup() to plan for {self.device.type}"
+                )
                 warnings.warn(message, EngineWarning, stacklevel=2)
         return self
 

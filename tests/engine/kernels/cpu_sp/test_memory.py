@@ -69,7 +69,7 @@ def test_a_system_that_refuses_executable_memory_is_a_reason(monkeypatch):
             return -1
 
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Libc)
-    with pytest.raises(EngineError, match="refuses executable memory .errno 13"):
+    with pytest.raises(EngineError, match=r"refuses executable memory \(errno 13"):
         Executable(answer(1))
     memory.unavailable.cache_clear()
     assert "refuses executable memory" in memory.unavailable()
