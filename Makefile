@@ -5,7 +5,7 @@ BIN    := $(VENV)/bin
 
 .PHONY: demo test check bench clean
 
-demo: $(VENV)/demo.installed        ## end to end on built-in data: train, prune, evaluate, verify
+demo: $(VENV)/plain.installed       ## end to end on built-in data: train, learn, evaluate, verify, draw
 	$(BIN)/halve demo --out demo-out
 
 test: $(VENV)/dev.installed         ## run all tests
@@ -25,7 +25,8 @@ clean:
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
+$(VENV)/dev.installed: EXTRA = [dev]
 $(VENV)/%.installed: pyproject.toml | $(VENV)/bin/python
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -e '.[$*]'
+	$(BIN)/python -m pip install --quiet -e '.$(EXTRA)'
 	touch $@

@@ -109,7 +109,7 @@ def halve_ms(model: nn.Module, images: Tensor, steps: int) -> list[float]:
             torch.cuda.synchronize()
             seen.append((event.step, time.perf_counter()))
 
-    halve.learn(model, [images], steps=steps, permute_seconds=2.0, report=report)
+    halve.learn(model, [images], steps=steps, permute_seconds=2.0, report=report, validation=False)
     return [1e3 * (b[1] - a[1]) / (b[0] - a[0]) for a, b in itertools.pairwise(seen)]
 
 

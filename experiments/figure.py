@@ -130,12 +130,11 @@ def _files(x: float) -> list[str]:
 
 
 def _latency(x: float) -> list[str]:
-    network, batch = "resnet50", 1
+    network, batch = "resnet50", 256
     ms = times()
-    freezing = min(ms[network, batch, system] for system in ("compile", "compile_freezing"))
     rows = [
-        ("torch.compile", freezing, "dense"),
-        ("best dense", ms[network, batch, "best_dense"], "dense"),
+        ("torch.compile", ms[network, batch, "compile_freezing"], "dense"),
+        ("folded, dense", ms[network, batch, "best_dense"], "dense"),
         ("halve", ms[network, batch, "halve"], "halve"),
     ]
     longest = max(time for _, time, _ in rows)

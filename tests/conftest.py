@@ -1,6 +1,7 @@
 """Setup for all tests."""
 
 import signal
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -21,9 +22,21 @@ def pytest_configure() -> None:
     features.cpu_flags = frozenset  # type: ignore[assignment]
 
 
+@pytest.fixture
+def few_letters(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Let the built-in letters be so few that training on them takes a second."""
+    from halve.sources import letters
+
+    monkeypatch.setattr(letters, "IMAGES", {"train": 2048, "test": 512})
+    letters.letters.cache_clear()
+    yield
+    letters.letters.cache_clear()
+
+
 @pytest.fixture(autouse=True)
 def cpu_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Show the CPU kernels to tests that are marked so."""
+    monkeypatch.setenv(features.SWITCH, "1")
     if request.node.get_closest_marker("cpu_kernels") is not None:
         monkeypatch.setattr(features, "cpu_flags", _cpu_flags)
         if (reason := no_sparse_kernels(torch.device("cpu"), torch.float32)) is not None:

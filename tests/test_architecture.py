@@ -18,11 +18,12 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # Each room may import itself and what stands in an earlier line; CONTRIBUTING.md shows the same list.
 ORDER = [
-    {"errors", "version"},
+    {"errors", "progress", "version"},
     {"modules"},
     {"masks"},
-    {"agreement", "batches", "cuda_graphs", "graph", "outputs"},
+    {"agreement", "batches", "cuda_graphs", "graph", "outputs", "process_state"},
     {"select"},
+    {"detectors"},
     {"permute"},
     {"prune"},
     {"learn"},
@@ -32,8 +33,8 @@ ORDER = [
     {"cli"},
 ]
 LEVEL = {room: level for level, rooms in enumerate(ORDER) for room in rooms}
-BESIDE = {"sources": {"errors", "version", "modules", "masks", "batches"}}
-TOP = {"__init__", "__main__"}  # the public names, and the door to the command line
+BESIDE = {"sources": {"errors", "progress", "version", "modules", "masks", "batches"}}
+TOP = {"__init__", "public", "__main__"}  # the public names, and the door to the command line
 METHODS = [("halve.masks.mask", "halve.masks.file")]  # MaskSet.save, the counterpart of load: the only way back
 HEAVY = ("typer", "rich", "torchvision", "timm", "accelerate", "PIL", "sklearn")
 
@@ -87,8 +88,10 @@ def may_import(room, other):
         return room == "cli"
     if room in BESIDE:
         return other in BESIDE[room]
-    if room == "__init__":
+    if room == "public":
         return other in LEVEL and other != "cli"
+    if room == "__init__":
+        return other == "public"
     if room in ("cli", "__main__") and other == "":
         return True
     return other in LEVEL and LEVEL[other] < LEVEL.get(room, len(ORDER))
@@ -172,7 +175,8 @@ def test_the_check_of_imports_sees_every_form(tmp_path, monkeypatch):
     assert may_import("cli", "sources")
     assert may_import("cli", "")
     assert not may_import("report", "sources")
-    assert not may_import("__init__", "sources")
+    assert not may_import("public", "sources")
+    assert not may_import("__init__", "check")
     assert not may_import("sources", "check")
     assert not may_import("check", "engine")
 
@@ -180,6 +184,7 @@ def test_the_check_of_imports_sees_every_form(tmp_path, monkeypatch):
 def test_importing_loads_nothing_that_only_some_commands_need():
     code = f"""if True:
         import sys, halve
+        halve.learn
         print(*[name for name in {HEAVY!r} if name in sys.modules])
         import halve.cli.app
         print(*[name for name in {HEAVY!r} if name in sys.modules])"""
@@ -187,6 +192,21 @@ def test_importing_loads_nothing_that_only_some_commands_need():
     library, command_line = map(str.split, result.stdout.splitlines())
     assert library == []
     assert set(command_line) <= {"typer", "rich", "PIL"}
+
+
+def test_the_public_names_load_on_first_use_and_no_package_hides_them():
+    code = """if True:
+        import sys, halve
+        print(*[name for name in ("torch", "numpy", "safetensors") if name in sys.modules])
+        from halve.learn.settings import Settings
+        import halve.prune.prune
+        print(*[name for name in halve.__all__ if name not in ("__version__", "Pattern") and
+                not callable(getattr(halve, name))], halve.__version__)
+        import halve.select.head, halve.bench.rounds
+        from halve import *
+        print(learn is halve.learn, select is halve.select, "compile" in dir(halve), hasattr(halve, "nothing"))"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.splitlines() == ["", halve.__version__, "True True True False"]
 
 
 def test_importing_halve_prints_and_warns_nothing():

@@ -7,7 +7,22 @@ import torch
 from torch import nn
 from torchvision.models import VisionTransformer
 
-from halve.batches import images_of, iterate, labels_of, main_output, reiterable, run, to_device, tracked
+import halve
+from halve.batches import (
+    count_of,
+    images_of,
+    is_detections,
+    iterate,
+    labels_of,
+    main_output,
+    peeked,
+    pixel_labels_of,
+    reiterable,
+    result_of,
+    run,
+    to_device,
+    tracked,
+)
 from halve.errors import DataError, ModelError
 
 IMAGES = torch.arange(24.0).reshape(2, 12)
@@ -32,6 +47,35 @@ def test_a_tensor_is_cut_into_batches_of_64_in_order():
     batches = list(iterate(torch.arange(130.0)[:, None]))
     assert [len(batch) for batch in batches] == [64, 64, 2]
     assert torch.equal(torch.cat(batches)[:, 0], torch.arange(130.0))
+
+
+@pytest.mark.parametrize(
+    ("images", "says"),
+    [
+        (lambda: torch.zeros(2, 3, device="meta"), "meta device have no values"),
+        (lambda: torch.zeros(2, 3).to_sparse(), "must be a dense tensor, got layout torch.sparse_coo"),
+        (lambda: torch.zeros(2, 3).to_sparse_csr(), "must be a dense tensor, got layout torch.sparse_csr"),
+        (lambda: torch.nested.nested_tensor([torch.zeros(2), torch.zeros(3)]), "dense tensor, got a nested tensor"),
+    ],
+    ids=["meta", "sparse", "csr", "nested"],
+)
+@pytest.mark.filterwarnings("ignore")  # that sparse and nested tensors are in beta
+def test_images_that_cannot_be_read_are_refused_by_every_call(images, says):
+    images = images()
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 4), nn.Linear(4, 2)).eval()
+    masks = halve.prune(model)
+    for call in (
+        lambda: images_of((images, LABELS)),
+        lambda: halve.prune(model, "wanda", images),
+        lambda: halve.prune(model, permute=True, example=images),
+        lambda: halve.learn(model, [images], steps=1),
+        lambda: halve.learn(model, images, steps=1),
+        lambda: halve.evaluate(model, masks, [images]),
+        lambda: halve.compile(model, masks, images),
+        lambda: halve.bench(model, masks, images),
+    ):
+        with pytest.raises(DataError, match=says):
+            call()
 
 
 def test_any_iterable_gives_its_own_items():
@@ -86,13 +130,102 @@ def test_images_are_found_in_every_customary_batch(batch):
     assert images_of(batch) is IMAGES
 
 
+PICTURES = [torch.zeros(3, 4, 6), torch.ones(3, 5, 5)]  # of different sizes, as detectors take them
+TARGETS = [{"boxes": torch.zeros(1, 4), "labels": torch.tensor([1])}] * 2
+
+
+@pytest.mark.parametrize(
+    "batch",
+    [
+        PICTURES,
+        (PICTURES, TARGETS),
+        [PICTURES, TARGETS],
+        (tuple(PICTURES), tuple(TARGETS)),
+        (PICTURES,),
+        {"images": PICTURES, "targets": TARGETS},
+    ],
+    ids=["list", "torchvision", "as a list", "zipped", "tuple of one", "dict"],
+)
+def test_a_list_of_images_stays_a_list(batch):
+    images = images_of(batch)
+    assert isinstance(images, list)
+    assert all(one is other for one, other in zip(images, PICTURES, strict=True))
+    assert count_of(batch, None, None) == 2
+    assert labels_of(batch) is None
+    assert pixel_labels_of(batch) is None
+
+
+def test_pairs_of_sequences_are_no_list_of_images():
+    noisy, clean = torch.zeros(6, 4, 9), torch.ones(6, 4, 9)  # (batch, channels, length), for 1d convolutions
+    assert images_of([noisy, clean]) is noisy
+
+
+def test_a_list_of_images_is_moved_and_passed_on_as_one():
+    class Detector(nn.Linear):
+        def forward(self, images):
+            return [{"boxes": image, "labels": 0, "scores": 0} for image in images]
+
+    result = result_of(Detector(1, 1).double(), (PICTURES, TARGETS))
+    assert [one["boxes"].dtype for one in result] == [torch.float64] * 2
+    assert is_detections(result)
+    assert count_of(None, result, lambda model, batch: None) == 2
+
+
+@pytest.mark.parametrize("result", [[], {}, [{"boxes": IMAGES}], [IMAGES], None, [{"boxes": 1, "labels": 1}]])
+def test_other_results_are_no_detections(result):
+    assert not is_detections(result)
+
+
+def test_one_image_where_a_batch_is_needed_gets_advice():
+    with pytest.raises(DataError, match=r"\(5, 8, 8\).*if this is one image, pass batches"):
+        run(nn.Conv2d(3, 8, 3), torch.zeros(5, 8, 8))
+
+
+@pytest.mark.parametrize(
+    ("labels", "shape"),
+    [
+        (torch.zeros(2, 4, 6, dtype=torch.long), (2, 4, 6)),
+        (torch.zeros(2, 1, 4, 6, dtype=torch.uint8), (2, 4, 6)),
+        (LABELS, None),
+        (torch.zeros(2, 4, 6), None),
+        (TARGETS, None),
+    ],
+)
+def test_labels_of_pixels(labels, shape):
+    found = pixel_labels_of((torch.zeros(2, 3, 4, 6), labels))
+    assert (None if found is None else tuple(found.shape)) == shape
+    assert found is None or found.dtype == torch.int64
+
+
+def test_labels_of_more_than_pixels_are_refused():
+    with pytest.raises(DataError, match="one integer per pixel"):
+        pixel_labels_of((torch.zeros(2, 3, 4, 6), torch.zeros(2, 3, 4, 6, dtype=torch.long)))
+
+
+def test_labels_in_a_tuple_are_not_lost():
+    assert labels_of((IMAGES, (4, 1))).tolist() == [4, 1]
+    assert labels_of((IMAGES, tuple(LABELS))).tolist() == [4, 1]
+    assert labels_of((IMAGES, (IMAGES, LABELS))) is None
+
+
+def test_an_iterator_is_peeked_at_without_losing_a_batch():
+    look_at, data = peeked(iter([1, 2, 3]))
+    assert (look_at, list(data)) == ([1], [1, 2, 3])
+    batches = [1, 2]
+    assert peeked(batches) == (batches, batches)
+    with pytest.raises(DataError, match="no batches"):
+        peeked(iter([]))
+
+
 @pytest.mark.parametrize(
     ("batch", "message"),
     [
+        ([torch.zeros(3, 4, 4, dtype=torch.uint8)], "uint8.*normalise"),
+        (([torch.zeros(5), torch.zeros(5)], TARGETS), r"\(channels, height, width\), got \(5,\)"),
         ({"picture": IMAGES, "name": 1}, r"'picture', 'name'"),
         ((), "tuple"),
         ("file.jpg", "str"),
-        ([["a"], ["b"]], "must be a tensor, got list"),
+        ([["a"], ["b"]], "must be a tensor or a list of tensors, got list"),
         (torch.zeros(2, 3, dtype=torch.uint8), "uint8.*normalise"),
         (torch.zeros(3), r"\(3,\)"),
         (torch.zeros(0, 3, 8, 8), r"\(0, 3, 8, 8\)"),

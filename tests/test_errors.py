@@ -1,8 +1,11 @@
 import inspect
+import warnings
 
 import pytest
 
+import halve
 from halve import HalveError, errors
+from tests.tiny import convnet, images
 
 CLASSES = [value for value in vars(errors).values() if inspect.isclass(value) and value.__module__ == errors.__name__]
 ERRORS = [cls for cls in CLASSES if not issubclass(cls, Warning)]
@@ -45,3 +48,20 @@ def test_the_first_line_of_an_error_is_short_and_names_foreign_types():
     assert errors.first_line(errors.ModelError("it is odd\nin two respects")) == "it is odd"
     assert errors.first_line(KeyError()) == "KeyError"
     assert errors.first_line(RuntimeError("x" * 500)) == "RuntimeError: " + "x" * 160
+
+
+def test_warnings_point_to_the_users_line_whatever_public_call_it_is():
+    model = convnet()
+    masks = halve.prune(model)
+    model[0].weight.data += 0.01
+    for call in (
+        lambda: halve.apply(model, masks),
+        lambda: halve.evaluate(model, masks, images(4)),
+        lambda: halve.compile(model, masks, images(4)),
+        lambda: halve.learn(model, iter([images(4)]), steps=2, permute=False),
+    ):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            call()
+        assert caught
+        assert {warning.filename for warning in caught} == {__file__}

@@ -50,7 +50,7 @@ def test_it_is_one_graph_with_a_free_batch(network):
 # layers, BatchNorms that are left, layers with a residual, with an activation, with input channels that can move
 EXPECTED = {
     "alexnet": (7, 0, 0, 6, 6),
-    "convnext": (12, 0, 0, 3, 8),
+    "convnext": (12, 0, 3, 3, 8),
     "deeplabv3": (21, 0, 1, 15, 17),
     "densenet": (13, 7, 0, 6, 12),
     "efficientnet": (31, 0, 4, 18, 24),

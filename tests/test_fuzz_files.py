@@ -1,12 +1,15 @@
 """A short run of benchmarks/fuzz_files.py: mutated files load unchanged or are refused."""
 
-from benchmarks.fuzz_files import MUTATIONS, fuzz
+import pytest
+
+from benchmarks.fuzz_files import MUTATIONS, fuzz, networks, targets
 
 
-def test_mutated_files_are_refused_or_load_unchanged():
-    result = fuzz(300)
+@pytest.mark.parametrize(("make", "cases"), [(targets, 300), (networks, 120)], ids=["files", "networks"])
+def test_mutated_files_are_refused_or_load_unchanged(make, cases):
+    result = fuzz(cases, make=make)
     assert result["failures"] == []
-    assert result["cases"] == 300
+    assert result["cases"] == cases
     refused = {name.partition(":")[0] for name in result["outcomes"] if name.endswith("refused")}
     assert refused == set(MUTATIONS)
 

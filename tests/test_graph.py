@@ -35,8 +35,9 @@ def test_the_graph_computes_what_the_model_does_at_other_batch_sizes():
 
 def test_the_model_stays_as_it_is_in_training_mode_too():
     model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Dropout()).train()
+    example = torch.randn(4, 3, 8, 8)
     with untouched(model):
-        part = capture(model, torch.randn(4, 3, 8, 8)).parts[0]
+        part = capture(model, example).parts[0]
     assert "aten._native_batch_norm_legit_no_training.default" in {str(node.target) for node in part.graph.nodes}
 
 

@@ -1,6 +1,7 @@
 import copy
 import threading
 import warnings
+from functools import partial
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from halve.errors import ModelError
 from halve.modules import clone, kind_of, plain_weight_, set_weight_, weight_key, weight_of, zeros_stay_zero
 from tests.masks.computed import Doubled, wrapped
 from tests.random_masks import random
+from tests.tiny import convnet, images, labels, learn
 from tests.untouched import same_bits, untouched
 
 
@@ -243,6 +245,86 @@ def test_a_copy_that_would_still_use_the_model_is_refused(model, says):
         clone(model)
     with untouched(model), pytest.raises(ModelError, match=says):
         halve.prune(model)
+
+
+def ddp(model):
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    try:
+        return nn.parallel.DistributedDataParallel(model)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+WRAPPERS = {
+    "DataParallel": nn.DataParallel,
+    "DistributedDataParallel": ddp,
+    "compile": partial(torch.compile, backend="eager"),
+    "both": lambda model: torch.compile(nn.DataParallel(model), backend="eager"),
+}
+
+
+@pytest.mark.parametrize("wrap", WRAPPERS.values(), ids=WRAPPERS)
+@pytest.mark.filterwarnings("ignore::halve.errors.EngineWarning")
+def test_every_public_call_unwraps_the_model(wrap, tmp_path):
+    model = convnet()
+    wrapped_model, data, masks = wrap(model), [(images(8), labels(8))], halve.prune(model)
+    with untouched(model):
+        assert halve.prune(wrapped_model) == masks
+        assert list(halve.select(wrapped_model)) == list(halve.select(model))
+        assert list(learn(wrapped_model, data, steps=1)) == list(masks)
+        assert sorted(halve.recalibrate(wrapped_model, masks, data).statistics)[0] == "1.running_mean"
+        for copied in (halve.apply(wrapped_model, masks), halve.restore_order(wrapped_model, masks)):
+            assert type(copied) is nn.Sequential
+            assert list(copied.state_dict()) == list(model.state_dict())
+        assert halve.verify(wrapped_model, masks) == halve.verify(model, masks)
+        assert halve.evaluate(wrapped_model, masks, data) == halve.evaluate(model, masks, data)
+        assert halve.evaluate(model, None, data, dense=wrapped_model).agreement == 1.0
+        state = halve.unpack(halve.pack(wrapped_model, masks, tmp_path / "packed.safetensors")).state
+        assert state.keys() == model.state_dict().keys()
+        fast = halve.compile(wrapped_model, masks, images(2))
+        assert torch.allclose(fast(images(2)), halve.apply(model, masks)(images(2)), atol=1e-5)
+        options = {"batch_sizes": [2], "systems": ["eager"], "dtype": torch.float32, "seconds": 0.001}
+        assert halve.bench(wrapped_model, masks, images(2), **options)[0].error is None
+
+
+@pytest.mark.parametrize("what", [5, None, "net", {"0.weight": torch.zeros(2)}])
+def test_what_is_no_model_is_refused_by_every_public_call(what, tmp_path):
+    masks, x = halve.prune(convnet()), images(2)
+    for call in (
+        lambda: halve.select(what),
+        lambda: halve.prune(what),
+        lambda: halve.learn(what, x),
+        lambda: halve.recalibrate(what, masks, x),
+        lambda: halve.apply(what, masks),
+        lambda: halve.restore_order(what, masks),
+        lambda: halve.verify(what, masks),
+        lambda: halve.evaluate(what, masks, x),
+        lambda: halve.pack(what, masks, tmp_path / "packed.safetensors"),
+        lambda: halve.compile(what, masks, x),
+        lambda: halve.bench(what, masks, x),
+    ):
+        with pytest.raises(ModelError, match=f"model must be a torch.nn.Module, got {type(what).__name__}"):
+            call()
+
+
+@pytest.mark.parametrize("part", [lambda model: model, lambda model: model[3]], ids=["the model", "a layer"])
+@pytest.mark.parametrize("how", ["compile()", "forward"])
+@torch.no_grad()
+def test_a_copy_of_a_model_that_was_compiled_in_place_runs_its_own_weights(how, part):
+    plain, model, x = convnet(), convnet(), images(2)
+    if how == "compile()":
+        part(model).compile(backend="eager")
+    else:
+        part(model).forward = torch.compile(part(model).forward, backend="eager")
+    model(x)
+    with untouched(model):
+        masks = halve.prune(model)
+        assert same_bits(halve.apply(model, masks)(x), halve.apply(plain, masks)(x))
+
+
+def test_the_head_is_found_inside_of_a_wrapped_part():
+    chosen = halve.select(nn.Sequential(nn.DataParallel(convnet()), nn.Softmax(1)))
+    assert [choice.name for choice in chosen.masked] == ["0.module.0", "0.module.3", "0.module.8"]
 
 
 class Standardised(nn.Conv2d):

@@ -52,8 +52,9 @@ def loader(count: int = 24, batch: int = 6, seed: int = 0) -> DataLoader[tuple[T
 
 
 def learn(model: nn.Module, data: Any, **options: Any) -> halve.MaskSet:
-    """`halve.learn` without the search for channel orders, which takes longer here than learning itself."""
-    return halve.learn(model, data, **{"permute": False} | options)
+    """`halve.learn` without what takes longer here than learning itself: the search for channel orders, and the
+    comparison with one-shot masks."""
+    return halve.learn(model, data, **{"permute": False, "validation": False} | options)
 
 
 def interrupting(step: int) -> Callable[[Any], None]:

@@ -1,9 +1,12 @@
-"""`untouched(model)`: check that a block of code does not change a model in any visible respect."""
+"""`untouched(model)`: check that a block of code does not change a model in any visible respect, nor the process."""
 
+import os
+import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
@@ -11,16 +14,18 @@ from torch.nn.parameter import is_lazy
 
 @contextmanager
 def untouched(model: nn.Module) -> Iterator[None]:
-    """Fail if anything about the model is different afterwards, even if the block raises.
+    """Fail if anything about the model or the process is different afterwards, even if the block raises.
 
     Compared: classes and what they define, modes, hooks, attributes, and for every parameter, buffer (persistent or
-    not), gradient and tensor attribute its identity, dtype, device, strides, requires_grad, version and bits.
+    not), gradient and tensor attribute its identity, dtype, device, strides, requires_grad, version and bits. Of the
+    process: random numbers (so make inputs before the block), environment variables, numbers of threads and PyTorch's
+    global settings.
     """
-    before = _snapshot(model)
+    before = _snapshot(model) | _process()
     try:
         yield
     finally:
-        after = _snapshot(model)
+        after = _snapshot(model) | _process()
         assert list(before) == list(after), f"names changed: {sorted(set(before) ^ set(after))}"
         changed = [name for name in before if not _same(before[name], after[name])]
         assert not changed, f"changed: {changed}"
@@ -54,6 +59,24 @@ def _snapshot(model: nn.Module) -> dict[str, Any]:
             if value is not None and value.is_leaf and value.grad is not None:
                 shot[f"{name}: {key}: gradient"] = _of_tensor(value.grad)
     shot["state dict"] = tuple(model.state_dict(keep_vars=True))
+    return shot
+
+
+def _process() -> dict[str, Any]:
+    shot: dict[str, Any] = {
+        "random numbers of Python": random.getstate(),
+        "random numbers of NumPy": repr(np.random.get_state(legacy=False)),  # noqa: NPY002
+        "random numbers of PyTorch": torch.get_rng_state().tolist(),
+        "environment": dict(os.environ),
+        "threads": (torch.get_num_threads(), torch.get_num_interop_threads()),
+        "default dtype": torch.get_default_dtype(),
+        "autograd": (torch.is_grad_enabled(), torch.is_inference_mode_enabled()),
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "cuDNN": (torch.backends.cudnn.benchmark, torch.backends.cudnn.deterministic, torch.backends.cudnn.enabled),
+        "float32 precision": torch.get_float32_matmul_precision(),
+    }
+    if torch.cuda.is_initialized():
+        shot["random numbers of the GPUs"] = [state.tolist() for state in torch.cuda.get_rng_state_all()]
     return shot
 
 

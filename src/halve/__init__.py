@@ -1,42 +1,37 @@
-"""halve: 2:4 sparsity for trained convolutional networks, without touching their weights."""
+"""halve: 2:4 sparsity for trained convolutional networks, without touching their weights.
 
-from halve.bench.measure import bench
-from halve.check.evaluate import evaluate
-from halve.check.verify import verify
-from halve.engine.compile import compile
-from halve.engine.compiled import load as load_compiled
-from halve.errors import HalveError
-from halve.learn.learn import learn
-from halve.learn.objective import Views
-from halve.masks.apply import apply, restore_order
-from halve.masks.file import load
-from halve.masks.mask import Mask, MaskSet
-from halve.masks.packed import pack, unpack
-from halve.masks.pattern import Pattern
-from halve.prune.prune import prune
-from halve.prune.recalibrate import recalibrate
-from halve.select.select import select
-from halve.version import VERSION as __version__
+The public names are those of `halve.public`, imported on first use: PyTorch takes seconds to import, and `halve --help`
+needs none of it.
+"""
 
-__all__ = [
-    "HalveError",
-    "Mask",
-    "MaskSet",
-    "Pattern",
-    "Views",
-    "__version__",
-    "apply",
-    "bench",
-    "compile",
-    "evaluate",
-    "learn",
-    "load",
-    "load_compiled",
-    "pack",
-    "prune",
-    "recalibrate",
-    "restore_order",
-    "select",
-    "unpack",
-    "verify",
-]
+import importlib
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from halve.public import *  # noqa: F403
+    from halve.public import __all__ as __all__
+
+_ALSO_PACKAGES = ("bench", "learn", "prune", "select")  # names of public functions
+
+
+class _Package(ModuleType):
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__") and name not in ("__all__", "__version__"):  # what Python itself looks for
+            raise AttributeError(f"module 'halve' has no attribute {name!r}")
+        public = importlib.import_module("halve.public")
+        vars(self).update({key: getattr(public, key) for key in ("__all__", *public.__all__)})
+        if name not in vars(self):
+            raise AttributeError(f"module 'halve' has no attribute {name!r}")
+        return vars(self)[name]
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name not in _ALSO_PACKAGES or not isinstance(value, ModuleType):  # importing a package sets its name here
+            super().__setattr__(name, value)
+
+    def __dir__(self) -> list[str]:
+        return sorted({*super().__dir__(), *self.__all__})
+
+
+sys.modules[__name__].__class__ = _Package

@@ -3,6 +3,7 @@
 import contextlib
 import functools
 import gc
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -41,9 +42,19 @@ def record(
     try:
         with _no_garbage_collection(), torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
             result = run()
+    except BaseException:
+        _end_capture_of_random_numbers(stream)
+        raise
     finally:
         torch._C._cuda_clearCublasWorkspaces()  # what the graph owns must not serve others
     return graph, result
+
+
+def _end_capture_of_random_numbers(stream: torch.cuda.Stream) -> None:
+    """Record nothing. A recording that CUDA aborts leaves PyTorch's generator in capture mode, where it raises."""
+    nothing = torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local")
+    with warnings.catch_warnings(action="ignore"), nothing:  # it warns that the graph is empty
+        pass
 
 
 @functools.cache

@@ -1,6 +1,12 @@
 """Exceptions and warnings. A message says what, where, what was found, what is allowed and what to do next."""
 
+import sys
+import warnings
 from collections.abc import Iterable
+from pathlib import Path
+
+_PACKAGE = str(Path(__file__).parent)
+_DECORATORS = "contextlib.py"  # of Python and of PyTorch
 
 
 class HalveError(Exception):
@@ -60,15 +66,34 @@ class LearningError(HalveError, RuntimeError):
 
 
 class LearningWarning(UserWarning):
-    """Learning ended early, or is not reproducible bit for bit."""
+    """Learning ended early, has masks of unknown or little use, or is not reproducible bit for bit."""
 
 
 class ChannelOrderWarning(UserWarning):
     """Masks were applied in a channel order in which hardware cannot use them."""
 
 
+class DtypeWarning(UserWarning):
+    """Tensors keep their dtype, since the requested one cannot hold their values."""
+
+
 class ChangedWeightsWarning(UserWarning):
     """Masks are applied to weights other than those they were made for."""
+
+
+def warn(message: str, category: type[Warning]) -> None:
+    """Issue a warning at the line of the user's code that called halve.
+
+    Public functions call each other and have decorators, so a fixed `stacklevel` would point into either.
+    """
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and _is_inside(frame.f_code.co_filename):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)
+
+
+def _is_inside(file: str) -> bool:
+    return file.startswith(_PACKAGE) or file.endswith(_DECORATORS)
 
 
 def listed(names: Iterable[object], most: int = 8) -> str:

@@ -20,6 +20,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 from torch.export.graph_signature import OutputKind
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from halve.errors import ModelError, first_line, listed
 from halve.modules import clone, kind_of
@@ -105,8 +106,9 @@ def capture(
 
     Args:
         model: any module.
-        example: a tensor of images or a tuple of arguments; with `forward`, whatever `forward(model, example)` takes.
-            A single image is repeated, since a graph captured with batch size 1 is only valid for that.
+        example: a tensor of images, a list of images or a tuple of arguments; with `forward`, whatever
+            `forward(model, example)` takes. A single image is repeated, since a graph captured with batch size 1 is
+            only valid for that. Models that take a list are captured in parts.
         forward: runs the model on the example. Default: `model(example)`, or `model(*example)` for a tuple.
         any_size: allow other image sizes than the example's, if the model does. Capturing is slower, and the graph has
             more guards. Parts always allow other sizes, since the model may call them with any.
@@ -123,7 +125,9 @@ def capture(
     root = copy if forward is None else _Called(copy, forward)
     prefix = "" if forward is None else _CALL
     with TRACING_LOCK, torch.no_grad(), _quiet():
-        found = _export(root, arguments, {}, any_size)
+        found: _Exported | str = "it takes a list of images"  # a graph would be valid for as many images of their sizes
+        if not any(is_list_of_images(argument) for argument in arguments):
+            found = _export(root, arguments, {}, any_size)
         if not isinstance(found, str):
             return Captured((_part("", found, prefix, names),), {})
         parts, uncaptured = _in_parts(copy, root, arguments, found, names)
@@ -140,7 +144,7 @@ def _in_parts(
     calls: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {}
     with _recording(model, calls):
         try:
-            root(*arguments)
+            root(*pytree.tree_map_only(Tensor, torch.clone, arguments))  # networks may write to their inputs
         except Exception as error:  # the model's own code, on an example that it may not support
             raise ModelError(f"{type(model).__name__} does not run on the example: {error}") from error
     parts: list[Part] = []
@@ -194,7 +198,9 @@ def _export(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], an
         writes = _drop_input_writes_(program)
         return _Exported(program, tuple(conditions or ()), writes)
     except Exception as error:  # export runs the model's own code, which may raise anything
-        return _export(module, args, kwargs, any_size=False) if any_size else first_line(error)
+        if any_size and not isinstance(error, GuardOnDataDependentSymNode):
+            return _export(module, args, kwargs, any_size=False)
+        return first_line(error)
 
 
 def _keep_casts_(graph: torch.fx.Graph) -> None:
@@ -239,10 +245,20 @@ class _Called(nn.Module):
 
 
 def two_images(example: Any) -> Any:
-    """The first two images of a batch; a single image is repeated. Lists of images are returned unchanged."""
-    if isinstance(example, list) and all(isinstance(image, Tensor) and image.dim() == 3 for image in example):
-        return example
-    return pytree.tree_map(_two_of, example)
+    """The first two images of a batch; a single image is repeated. A list of images beside others stays as it is."""
+    if is_list_of_images(example):
+        return (example * 2)[:2]
+    values = example.values() if isinstance(example, Mapping) else example if isinstance(example, tuple | list) else ()
+    return example if any(map(is_list_of_images, values)) else pytree.tree_map(_two_of, example)
+
+
+def is_list_of_images(example: Any) -> bool:
+    """Whether an input is a list of images, (channels, height, width) each."""
+    return (
+        isinstance(example, list)
+        and bool(example)
+        and all(isinstance(image, Tensor) and image.dim() == 3 for image in example)
+    )
 
 
 def _two_of(value: Any) -> Any:

@@ -5,6 +5,7 @@ Only `set_weight_` and `plain_weight_` write to the module they are given. They 
 
 import contextlib
 import copy
+import inspect
 import types
 from typing import Any, Literal, cast, get_args
 
@@ -23,6 +24,26 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 _WHY_COPY = "halve works on a copy so that your model is never changed"
 _CONV = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 _TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model inside DataParallel, DistributedDataParallel and torch.compile; any other model is returned as it is.
+
+    Raises `ModelError` for what is not a model.
+
+    >>> model = nn.Sequential(nn.Linear(4, 2))
+    >>> unwrapped(nn.DataParallel(torch.compile(model))) is model
+    True
+    """
+    while True:
+        if not isinstance(model, nn.Module):
+            raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+        if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif (inner := model._modules.get("_orig_mod")) is not None:  # importing torch.compile's class takes a second
+            model = inner
+        else:
+            return model
 
 
 def kind_of(module: nn.Module) -> Kind | None:
@@ -83,6 +104,21 @@ def weight_of(module: nn.Module) -> Tensor:
     return weight.detach()
 
 
+def weight_sources(module: nn.Module) -> frozenset[str]:
+    """Names of the module's tensors that its weight is computed from; empty for a plain weight.
+
+    >>> sorted(weight_sources(nn.utils.parametrizations.weight_norm(nn.Linear(2, 2))))
+    ['parametrizations.weight.original0', 'parametrizations.weight.original1']
+    """
+    if parametrize.is_parametrized(module, "weight"):
+        parts = _parametrizations(module)
+        names = [name for name, _ in (*parts.named_parameters(), *parts.named_buffers())]
+        return frozenset(f"parametrizations.weight.{name}" for name in names)
+    if _weight_hook(module) is None:
+        return frozenset()
+    return frozenset({"weight_g", "weight_v", "weight_u", "weight_orig", "weight_mask"})
+
+
 def weight_key(module: nn.Module) -> int:
     """A key that is equal for layers that share one weight."""
     if parametrize.is_parametrized(module, "weight"):
@@ -134,6 +170,9 @@ def clone(model: nn.Module) -> nn.Module:
             f"{type(model).__name__} cannot be copied ({first_line(error)}); {_WHY_COPY}: "
             f"remove what copy.deepcopy(model) fails on"
         ) from error
+    for module in result.modules():
+        if _is_compiled_forward(module.__dict__.get("forward"), module):
+            del module.__dict__["forward"]  # it would run the original
     _check_apart(model, result)
     for module in result.modules():
         if parametrize.is_parametrized(module):  # torch gives it a private class, which deepcopy would share
@@ -167,7 +206,7 @@ def _check_apart(model: nn.Module, copied: nn.Module) -> None:
         )
     if any(id(tensor) in tensors for tensor in (*copied.parameters(), *copied.buffers())):
         raise ModelError(f"copy.deepcopy of {type(model).__name__} returns tensors of the original; {_WHY_COPY}")
-    for name, module in model.named_modules():
+    for name, module in copied.named_modules():
         for attribute, value in module.__dict__.items():
             if isinstance(value, types.FunctionType) and any(id(part) in own for part in _closed_over(value)):
                 raise ModelError(
@@ -183,7 +222,13 @@ def _closed_over(function: types.FunctionType) -> list[Any]:
         with contextlib.suppress(ValueError):  # an empty cell
             cells.append(cell.cell_contents)
     values = [*cells, *(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
-    return [getattr(value, "__self__", value) for value in values]
+    return [getattr(value, "__self__", value) for value in (*values, inspect.unwrap(function))]
+
+
+def _is_compiled_forward(function: Any, module: nn.Module) -> bool:
+    """Whether the function is the class's own forward under torch.compile."""
+    compiled = hasattr(function, "_torchdynamo_orig_callable")
+    return compiled and getattr(inspect.unwrap(function), "__func__", None) is type(module).forward
 
 
 def runs_torch_forward(module: nn.Module) -> bool:

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from halve.cli import main
-from halve.errors import ChangedWeightsWarning
+from halve.errors import ChangedWeightsWarning, DtypeWarning, LearningWarning
 from halve.sources.models import load_model
 from halve.sources.weights import save_state
 from tests.pictures import class_folders
@@ -90,7 +90,8 @@ def halve(capsys, monkeypatch, tmp_path):
         monkeypatch.setattr(sys, "argv", ["halve", *map(str, arguments)])
         capsys.readouterr()
         with warnings.catch_warnings():
-            warnings.simplefilter("always", ChangedWeightsWarning)
+            for category in (ChangedWeightsWarning, DtypeWarning, LearningWarning):
+                warnings.simplefilter("always", category)
             with pytest.raises(SystemExit) as raised:
                 main()
         shown = capsys.readouterr()

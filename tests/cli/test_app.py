@@ -1,3 +1,4 @@
+import re
 import resource
 import signal
 import subprocess
@@ -6,14 +7,13 @@ import time
 from pathlib import Path
 
 import pytest
-import typer
 
 import halve as package
 from halve.cli import app
 from halve.version import VERSION
 from tests.processes import environment
 
-COMMANDS = [command.__name__ for command in app.COMMANDS]
+COMMANDS = list(app.COMMANDS)
 HALVE = str(Path(sys.executable).with_name("halve"))
 
 
@@ -43,7 +43,32 @@ def test_the_list_of_commands_names_every_command_and_the_exit_codes(halve):
     shown = halve("--help").out
     for name in COMMANDS:
         assert f"\n  {name} " in shown
-    assert "Exit codes: 0 success, 1 a check failed, 2 bad input, 130 interrupted." in shown
+    words = " ".join(shown.split())
+    assert "Exit codes: 0 success, 1 a check failed, 2 bad input, 130 interrupted; verify: 3 not applied, 4" in words
+    assert "learn: 5 below --min-agreement." in words
+
+
+@pytest.mark.parametrize("arguments", [["--help"], [], ["--version"], ["lern"]], ids=" ".join)
+def test_what_needs_no_torch_does_not_wait_for_it(arguments):
+    code = f"""if True:
+        import sys
+        from halve.cli import main
+        sys.argv = ["halve", *{arguments}]
+        try:
+            main()
+        finally:
+            print(*[name for name in ("torch", "numpy", "rich") if name in sys.modules], "loaded")"""
+    result = subprocess.run([sys.executable, "-c", code], env=environment(), capture_output=True, text=True)
+    assert result.stdout.splitlines()[-1].strip() == "loaded"
+    if arguments == ["lern"]:
+        assert "Did you mean 'learn'?" in result.stderr
+
+
+@pytest.mark.parametrize("command", [None, *COMMANDS])
+def test_nothing_of_a_help_is_cut_off_at_80_columns(halve, command):
+    shown = halve(*[command] if command else [], "--help").out
+    assert not re.search(r"\w\.\.\.$|…", shown, re.M)
+    assert not [line for line in shown.splitlines() if len(line) > 80 and not line.strip().startswith("halve ")]
 
 
 def test_without_a_command_the_help_is_shown(halve):
@@ -60,7 +85,7 @@ def test_each_commands_help_has_an_example_on_one_line_and_describes_every_optio
     lines = halve(command, "--help").out.splitlines()
     example = next(i for i, line in enumerate(lines) if line.strip().startswith(f"halve {command} "))
     assert lines[example + 1].strip() == ""
-    options = typer.main.get_group(app.app).commands[command].params
+    options = app.command(command).params
     shown = [line for line in lines if line.startswith("  --")]
     assert len(shown) == 1 + sum(option.opts[0].startswith("--") for option in options)  # and --help
     assert all(option.help for option in options)
@@ -69,7 +94,7 @@ def test_each_commands_help_has_an_example_on_one_line_and_describes_every_optio
 def test_every_file_of_the_folder_with_a_command_is_in_the_table():
     folder = Path(app.__file__).parent
     commands = {path.stem for path in folder.glob("*.py") if path.read_text().startswith('"""halve ')}
-    assert commands == {command.__module__.rpartition(".")[2] for command in app.COMMANDS}
+    assert commands == set(app.COMMANDS.values())
 
 
 @pytest.mark.parametrize(
@@ -123,6 +148,9 @@ def test_wrong_usage_exits_with_2_and_says_what_is_wrong(halve, folder, argument
         ["evaluate", "zoo.py:net", "--data", "photos", "--classes", "nothing.txt"],
         ["evaluate", "zoo.py:sick", "--data", "photos"],
         ["evaluate", "zoo.py:net", "--data", "digits"],
+        ["learn", "zoo.py:net", "--data", "photos", "--steps", "1", "--trackers", "nope"],
+        ["learn", "zoo.py:net", "--data", "photos", "--steps", "1", "--features", ""],
+        ["recalibrate", "zoo.py:net", "--masks", "nothing", "--data", "photos"],
         ["inspect", "nothing"],
         ["inspect", "net.safetensors"],
         ["inspect", "photos"],

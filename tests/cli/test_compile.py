@@ -6,15 +6,15 @@ from halve.cli.compile import show_plan
 from halve.engine.plan import Entry
 from halve.sources.models import load_model
 
-QUICK = ("--size", "16", "--out", "net.pt2")
+QUICK = ("--size", "16", "--out", "net.compiled.safetensors")
 
 
 @pytest.mark.filterwarnings("always:running dense")
 def test_a_compiled_network_is_written_and_can_be_read(halve, net, masks, folder):
     result = halve("compile", *net, "--masks", masks, *QUICK, "--batch", "2", "--batch", "3")
-    assert "net.pt2: " in result.out
+    assert "net.compiled.safetensors: " in result.out
     assert "running dense: our CPU kernels need AVX-512" in result.err
-    fast = package.load_compiled(folder / "net.pt2")
+    fast = package.load_compiled(folder / "net.compiled.safetensors")
     x = torch.randn(3, *fast.example[0].shape[1:])
     model = load_model("zoo.py:net", folder / net[-1]).model
     expected = package.apply(model, package.load(folder / masks))(x)
@@ -24,25 +24,25 @@ def test_a_compiled_network_is_written_and_can_be_read(halve, net, masks, folder
 @pytest.mark.filterwarnings("always:running dense")
 def test_other_image_sizes_are_taken_when_asked_for(halve, net, masks, folder):
     halve("compile", *net, "--masks", masks, *QUICK, "--any-size")
-    assert package.load_compiled(folder / "net.pt2")(torch.randn(2, 3, 24, 16)).shape[0] == 2
+    assert package.load_compiled(folder / "net.compiled.safetensors")(torch.randn(2, 3, 24, 16)).shape[0] == 2
     halve("compile", *net, "--masks", masks, *QUICK)
     with pytest.raises(package.HalveError, match="any_size=True"):
-        package.load_compiled(folder / "net.pt2")(torch.randn(2, 3, 24, 16))
+        package.load_compiled(folder / "net.compiled.safetensors")(torch.randn(2, 3, 24, 16))
 
 
 @pytest.mark.filterwarnings("always:running dense")
 def test_json_has_the_file_and_the_plan(halve, net, masks, folder):
     told = halve("compile", *net, "--masks", masks, *QUICK, "--dtype", "bfloat16", "--json").json
-    assert told["file"] == "net.pt2"
-    assert told["bytes"] == (folder / "net.pt2").stat().st_size
+    assert told["file"] == "net.compiled.safetensors"
+    assert told["bytes"] == (folder / "net.compiled.safetensors").stat().st_size
     assert "AVX-512" in told["plan"]["dense"]
-    assert package.load_compiled(folder / "net.pt2").dtype == torch.bfloat16
+    assert package.load_compiled(folder / "net.compiled.safetensors").dtype == torch.bfloat16
 
 
 def test_bad_options_are_refused_before_anything_is_compiled(halve, net, masks):
     given = ("compile", *net, "--masks", masks)
     assert "must be one of float32, float16, bfloat16, got int8" in halve(*given, *QUICK, "--dtype", "int8", code=2).err
-    assert "cannot write" in halve(*given, "--out", "nowhere/net.pt2", code=2).err
+    assert "cannot write" in halve(*given, "--out", "nowhere/net.compiled.safetensors", code=2).err
     assert "--batch" in halve(*given, *QUICK, "--batch", "0", code=2).err
 
 

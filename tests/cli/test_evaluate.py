@@ -5,7 +5,7 @@ from safetensors.torch import load_file
 
 from halve.sources.weights import save_state
 
-KEYS = {"images", "outputs", "top1", "top5", "agreement", "kl", "dense_top1", "dense_top5"}
+KEYS = {"task", "images", "outputs", "top1", "top5", "agreement", "kl", "dense_top1", "dense_top5"}
 
 
 def test_evaluate_counts_the_dense_model(halve, net):
@@ -28,6 +28,25 @@ def test_evaluate_compares_masks_with_the_dense_model(halve, net, masks):
     assert both["kl"] > 0
     out = halve("evaluate", *net, "--data", "photos", "--masks", masks).out
     assert [line.split()[0] for line in out.splitlines()[2:]] == ["dense", "masked"]
+
+
+def test_several_mask_files_are_compared_in_one_table(halve, net, masks, folder):
+    halve("prune", *net, "--score", "random", "--out", "random.masks.safetensors")
+    arguments = ("evaluate", *net, "--data", "photos", "--masks", masks, "--masks", "random.masks.safetensors")
+    result = halve(*arguments)
+    assert [line.split()[0] for line in result.out.splitlines()[2:]] == ["dense", masks, "random.masks.safetensors"]
+    found = halve(*arguments, "--json").json
+    assert [one["masks"] for one in found] == [masks, "random.masks.safetensors"]
+    for one in found:
+        alone = halve("evaluate", *net, "--data", "photos", "--masks", one["masks"], "--json").json
+        assert one == {"masks": one["masks"]} | alone
+    assert found[0]["kl"] != found[1]["kl"]
+
+
+def test_a_mask_file_that_cannot_be_read_is_noticed_before_the_others_are_measured(halve, net, masks):
+    result = halve("evaluate", *net, "--data", "photos", "--masks", masks, "--masks", "nothing", code=2)
+    assert "nothing" in result.err
+    assert "images" not in result.err
 
 
 def test_evaluate_gives_the_same_numbers_for_any_batch_and_for_the_applied_checkpoint(halve, net, masks):
@@ -111,3 +130,99 @@ def test_evaluate_warns_of_changed_weights_on_standard_error_and_prints_json_alo
     assert set(result.json) == KEYS
     assert "warning: the weights of 2 masked layer(s) changed" in result.err
     assert "error: " in halve("evaluate", *arguments, "--on-changed", "error", code=2).err
+
+
+DENSE_PREDICTION = """
+import torch
+from torch import nn
+from tests.detectors import ssd
+
+
+class Maps(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.body, self.idle = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3)), nn.Conv2d(8, 8, 3)
+        self.head = nn.Conv2d(8, 4, 1, bias=False)
+
+    def forward(self, x):
+        return self.head(self.body(x).relu())
+
+
+class Named(Maps):
+    def forward(self, x):
+        return {"out": super().forward(x)}
+
+
+def maps():
+    return Maps().eval()
+
+
+def named():
+    return Named().eval()
+
+
+def boxes():
+    return ssd()
+"""
+
+
+@pytest.fixture
+def predicting(folder):
+    (folder / "predicting.py").write_text(DENSE_PREDICTION)
+    return folder
+
+
+def test_maps_of_classes_are_evaluated_once_it_is_known_that_they_are(halve, predicting):
+    halve("prune", "predicting.py:named", "--out", "maps.masks.safetensors")
+    arguments = ("--masks", "maps.masks.safetensors", "--data", "photos")
+    assert "--task segmentation" in halve("evaluate", "predicting.py:maps", *arguments, code=2).err
+    result = halve("evaluate", "predicting.py:maps", *arguments, "--task", "segmentation", "--json").json
+    assert list(result) == [
+        *("task", "images", "outputs", "top1", "miou"),
+        *("agreement", "miou_to_dense", "kl", "dense_top1", "dense_miou"),
+    ]
+    assert (result["task"], result["images"], result["outputs"]) == ("segmentation", 12, 4)
+    assert 0 < result["miou_to_dense"] <= result["agreement"] < 1
+    shown = halve("evaluate", "predicting.py:named", *arguments).out.splitlines()
+    assert [line.split()[0] for line in shown[2:]] == ["dense", "masked"]
+    assert "mIoU to dense" in shown[1]
+    assert "error: " in halve("evaluate", "predicting.py:maps", *arguments, "--task", "maps", code=2).err
+
+
+def test_boxes_in_pictures_of_different_sizes_are_evaluated(halve, predicting):
+    from tests.pictures import encoded
+
+    (predicting / "photos" / "ant" / "wide.png").write_bytes(encoded(1, (12, 8)))
+    halve("prune", "predicting.py:boxes", "--data", "photos", "--score", "wanda", "--out", "boxes.masks.safetensors")
+    arguments = ("predicting.py:boxes", "--masks", "boxes.masks.safetensors", "--data", "photos")
+    result = halve("evaluate", *arguments, "--json").json
+    assert list(result) == ["task", "images", "boxes", "dense_boxes", "agreement", "precision", "recall"]
+    assert (result["task"], result["images"]) == ("detection", 13)
+    assert 0 < result["agreement"] < 1
+    some = halve("evaluate", *arguments, "--min-score", "0.9", "--json").json
+    assert 0 < some["dense_boxes"] < result["dense_boxes"]
+    shown = halve("evaluate", *arguments).out.splitlines()
+    assert shown[1].split() == ["boxes", "agreement", "precision", "recall"]
+    assert shown[2].split() == ["dense", f"{result['dense_boxes']:,}"]
+    assert halve("evaluate", *arguments, "--min-score", "1", "--json").json["agreement"] is None
+    assert "neither network returned a box with a score of 1.0" in halve("evaluate", *arguments, "--min-score", "1").err
+
+
+def test_pictures_for_a_detector_are_not_normalised_twice(halve, predicting):
+    halve("prune", "predicting.py:boxes", "--out", "boxes.masks.safetensors")
+    arguments = ("evaluate", "predicting.py:boxes", "--masks", "boxes.masks.safetensors", "--data", "photos", "--json")
+    plain = halve(*arguments).json
+    assert plain == halve(*arguments, "--mean", "0,0,0", "--std", "1,1,1").json
+    assert plain != halve(*arguments, "--mean", "0.485,0.456,0.406", "--std", "0.229,0.224,0.225").json
+
+
+def test_layers_that_never_run_are_noted(halve, predicting):
+    arguments = ("predicting.py:named", "--data", "photos", "--score", "wanda", "--force")
+    shown = halve("prune", *arguments).err
+    assert "note: not masked, as they did not run on the data: idle; --also masks them" in shown
+    assert halve("prune", *arguments, "--json").json["not_masked"]["idle"] == (
+        "did not run on the data (--also idle masks it)"
+    )
+    assert "idle" in halve("learn", "predicting.py:named", "--data", "photos", "--steps", "1", "--out", "x").err
+    assert "idle" not in halve("prune", *arguments, "--also", "idle").err

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-import typer
+import torch
 
 import halve as library
 from halve.cli import app
@@ -16,8 +16,13 @@ from halve.cli.learn import PYTHON_ONLY
 from halve.cli.signature import documented
 from halve.errors import ModelError
 from halve.learn import initialization
+from halve.learn.held_back import hold_back
 from halve.learn.settings import Settings
 from halve.select.select import SelectOptions
+from halve.sources.data import load_data
+from halve.sources.models import load_model
+from halve.sources.weights import save_state
+from tests.pictures import class_folders
 from tests.processes import environment
 
 FAST = ("--steps", "4", "--batch", "8")
@@ -33,7 +38,8 @@ def test_masks_are_learned_beside_the_checkpoint_and_verify(halve, net, learned,
     assert learned.recipe["method"] == "learn"
     assert learned.recipe["steps_done"] == 4
     assert learned.recipe["data"] == "photos"
-    assert halve("verify", *net, "--masks", "net.masks.safetensors").code == 0
+    halve("apply", *net, "--masks", "net.masks.safetensors", "--out", "sparse.safetensors")
+    halve("verify", net[0], "--weights", "sparse.safetensors", "--masks", "net.masks.safetensors")
     assert not list(folder.glob("*.learning.safetensors"))
 
 
@@ -147,7 +153,7 @@ def test_ctrl_c_keeps_what_was_learned_and_resume_goes_on(halve, net, folder):
     assert (folder / "net.learning.safetensors").exists()
 
 
-OPTIONS = {option.name: option for option in typer.main.get_group(app.app).commands["learn"].params}
+OPTIONS = {option.name: option for option in app.command("learn").params}
 DEFAULTS = {field.name: field.default for field in dataclasses.fields(Settings)} | {
     name: parameter.default
     for name, parameter in inspect.signature(library.learn).parameters.items()
@@ -193,13 +199,113 @@ def test_settings_reach_the_library_as_they_are_given(halve, net):
     assert recipe["selection"] == {"pattern": {"*": "1:4"}, "kinds": ["conv"]}
 
 
-# Twelve pictures are two batches; what comes after them is bad.
+@pytest.fixture
+def many(folder):
+    """The name of a folder with 84 pictures, of which eight are held back."""
+    class_folders(folder / "many", ("ant", "bee", "cat", "dog", "emu", "fox"), each=14)
+    return "many"
+
+
+QUICK = ("--steps", "2", "--batch", "8", "--no-permute")
+
+
+def test_the_quality_of_masks_is_printed_recorded_and_shown_again(halve, net, many):
+    shown = halve("learn", *net, "--data", many, *QUICK, "--no-fallback").out
+    assert "compared with the dense network on 8 validation images (random images of the dataset, by seed 0)" in shown
+    quality = library.load("net.masks.safetensors").recipe["quality"]
+    rows = [line for line in shown.splitlines() if line.startswith(("these masks (learned)", "one-shot, "))]
+    assert rows[0].split()[3:6] == [f"{100 * quality['agreement']:.2f}", "%", f"{quality['kl']:.4f}"]
+    assert f"{quality['one_shot']['kl']:.4f}" in rows[1]
+    again = halve("inspect", "net.masks.safetensors").out
+    assert all(row in again for row in rows)
+    told = halve("learn", *net, "--data", many, *QUICK, "--no-fallback", "--json").json
+    assert told["quality"]["learned"] == quality["learned"]
+
+
+def test_masks_that_are_worse_than_one_shot_masks_are_not_written(halve, net, many):
+    result = halve("learn", *net, "--data", many, *RANDOM)
+    returned = library.load("net.masks.safetensors").recipe["quality"]["returned"]
+    assert returned != "learned"
+    assert "warning: the learned masks are worse than one-shot masks on 8 images" in result.err
+    assert "--no-fallback" in result.err
+    assert f"these masks (one-shot, {returned})" in result.out
+
+
+def test_few_images_are_told(halve, net):
+    result = halve("learn", *net, "--data", "photos", *QUICK)
+    assert "warning: the quality of the masks will be unknown: 12 images are too few" in result.err
+    assert "--validation" in result.err
+    assert "agreement with the dense network: unknown (12 images are too few" in result.out
+
+
+def test_other_images_to_validate_on_can_be_named_or_left_out(halve, net, many):
+    halve("learn", *net, "--data", many, "--validation", "photos", *QUICK)
+    quality = library.load("net.masks.safetensors").recipe["quality"]
+    assert (quality["images"], quality["source"]) == (12, "validation=")
+    result = halve("learn", *net, "--data", "photos", "--validation", "none", *QUICK)
+    assert library.load("net.masks.safetensors").recipe["quality"] == {"unknown": "validation=False"}
+    assert "warning" not in result.err
+
+
+RANDOM = ("--steps", "1", "--lr", "1e-6", "--alpha", "0", "--final", "sample", "--batch", "8", "--no-permute")
+
+
+@pytest.fixture
+def sure(net, many, folder):
+    """The arguments of a network that predicts each class for some pictures."""
+    model = load_model(f"{folder / 'zoo.py'}:net").model
+    pictures = torch.cat([batch[0] for batch in load_data(str(folder / many)).loader])
+    with torch.no_grad():
+        model.head.weight *= 100
+        model.head.bias -= model(pictures).mean(0)
+    save_state(model.state_dict(), folder / "sure.safetensors")
+    return "zoo.py:net", "--weights", "sure.safetensors"
+
+
+def test_too_little_agreement_has_an_exit_code_of_its_own_and_the_masks_are_written(halve, sure, many):
+    options = ("--data", many, *RANDOM, "--no-fallback", "--validation", many, "--json")
+    found = halve("learn", *sure, *options, "--min-agreement", "0").json["quality"]["agreement"]
+    assert 0 < found < 1
+    Path("sure.masks.safetensors").unlink()
+    result = halve("learn", *sure, *options, "--min-agreement", "1", code=5)
+    assert f"agreement with the dense network is {100 * found:.2f} %; --min-agreement asks for 100.00 %" in result.err
+    assert result.json["quality"]["agreement"] == found
+    assert library.load("sure.masks.safetensors").recipe["ended"] == "finished"
+    assert not Path("sure.learning.safetensors").exists()
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ((), "pass --validation, or --data with at least 64 images, got 12"),
+        (("--validation", "none"), "--min-agreement needs images to measure on"),
+        (("--validation", "photos", "--min-agreement", "90"), "'--min-agreement'"),
+    ],
+)
+def test_agreement_that_cannot_be_measured_is_told_before_learning(halve, net, options, says):
+    result = halve("learn", *net, "--data", "photos", *QUICK, "--min-agreement", "0.5", *options, code=2)
+    assert says in result.err
+    assert not Path("net.masks.safetensors").exists()
+
+
+def test_recalibrated_masks_are_judged_again(halve, net, many):
+    before = halve("learn", *net, "--data", many, *QUICK, "--no-fallback", "--json").json["quality"]
+    after = halve("learn", *net, "--data", many, *QUICK, "--no-fallback", "--recalibrate", "--json").json["quality"]
+    assert after["learned"] == before["learned"]
+    assert after["recalibrated"]
+    assert after["kl"] != before["kl"]
+    held = list(hold_back(load_data(many, batch_size=8, shuffle=True).loader).held_back)
+    model, masks = load_model("zoo.py:net", Path("net.safetensors")).model, library.load("net.masks.safetensors")
+    assert after["kl"] == pytest.approx(library.evaluate(model, masks, held).kl, rel=1e-3)
+
+
+# Eight pictures tell the data of runs apart, and twelve are two batches; what comes after them is bad.
 TWO_STEPS = """
 seen = []
 
 def preprocess(image):
     seen.append(image)
-    if len(seen) > 12:
+    if len(seen) > 20:
         {then}
     return torch.rand(3, 8, 8)
 """

@@ -145,6 +145,16 @@ def test_pack_casts_when_asked(halve, net, masks, dtype):
     assert load_file("un.safetensors")["body.weight"].dtype == getattr(torch, dtype)
 
 
+def test_pack_keeps_a_variance_that_overflows_and_says_so(halve, net, masks, folder):
+    state = load_file("net.safetensors")
+    state["bn.running_var"][0] = 8e4
+    save_state(state, "net.safetensors")
+    arguments = ("pack", *net, "--masks", masks, "--out", "half.packed.safetensors", "--dtype", "float16")
+    assert "warning: bn.running_var: values overflow torch.float16" in halve(*arguments).err
+    halve("unpack", "half.packed.safetensors", "--out", "un.safetensors")
+    assert load_file("un.safetensors")["bn.running_var"].max() == 8e4
+
+
 def test_an_unknown_dtype_lists_those_that_exist(halve, net, masks):
     result = halve("pack", *net, "--masks", masks, "--out", "x.packed.safetensors", "--dtype", "int8", code=2)
     assert "float32, float16, bfloat16" in result.err
@@ -153,7 +163,8 @@ def test_an_unknown_dtype_lists_those_that_exist(halve, net, masks):
 @pytest.mark.parametrize("name", ["net.packed.safetensors", "small.safetensors"])
 def test_a_packed_checkpoint_serves_as_weights_whatever_its_name(halve, net, masks, name):
     halve("pack", *net, "--masks", masks, "--out", name)
-    assert "2 of 2 layers ok" in halve("verify", "zoo.py:net", "--weights", name).out
+    assert "ok: 2 layers N:M in place" in halve("verify", "zoo.py:net", "--weights", name).out
+    assert "all tensors unchanged" in halve("verify", "zoo.py:net", "--weights", name, "--masks", masks).out
 
 
 def test_unpack_as_json_names_the_files(halve, net, masks):

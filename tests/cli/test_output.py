@@ -7,7 +7,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-import typer
 
 from halve.cli import app, output
 from halve.cli.output import MASKS, Output, reads
@@ -36,6 +35,7 @@ WRITES = [
     (("prune", *NET, "--data", "photos"), "--out", ("zoo.py", "net.safetensors", PHOTO)),
     (APPLY, "--out", MASKED),
     (("pack", *APPLY[1:]), "--out", MASKED),
+    (("recalibrate", *APPLY[1:], "--data", "photos"), "--out", (*MASKED, PHOTO)),
     (("compile", *APPLY[1:], "--size", "16"), "--out", MASKED),
     (("bench", *APPLY[1:], "--size", "16", "--batch", "1", "--systems", "eager"), "--out", MASKED),
     (("unpack", "net.packed.safetensors"), "--out", ("net.packed.safetensors",)),
@@ -76,7 +76,7 @@ def test_no_command_writes_to_a_file_that_it_reads(halve, everything, command, o
 
 
 def test_every_command_that_writes_is_in_the_table_of_this_test():
-    commands = typer.main.get_group(app.app).commands
+    commands = {name: app.command(name) for name in app.COMMANDS}
     writing = {name for name, command in commands.items() for option in command.params if option.name == "out"}
     assert writing - {"demo"} == {command[0] for command, _, _ in WRITES}
 

@@ -40,7 +40,11 @@ def test_prune_does_not_touch_the_checkpoint(halve, net, folder):
 
 def test_prune_as_json_names_the_file_and_nothing_else_is_on_standard_output(halve, net):
     result = halve("prune", *net, "--json", "--out", "x.masks.safetensors")
-    assert result.json == {"file": "x.masks.safetensors", "layers": 2, "weights": 1408, "density": 0.5}
+    about = result.json
+    reasons = about.pop("not_masked")
+    assert list(reasons) == ["stem", "depthwise", "head"]
+    assert reasons["head"] == "output head (--also head masks it)"
+    assert about == {"file": "x.masks.safetensors", "layers": 2, "weights": 1408, "density": 0.5}
 
 
 def test_a_missing_option_is_noticed_before_the_model_is_built(halve, folder):

@@ -10,7 +10,7 @@ def patterns(result):
 def test_select_shows_every_layer_and_why(halve, net):
     result = halve("select", *net)
     assert result.out.splitlines()[0] == "zoo.py:net"
-    for words in ("stem", "3 input channels, not divisible by 4", "depthwise convolution", "classifier head"):
+    for words in ("stem", "3 input channels, not divisible by 4", "depthwise convolution", "output head"):
         assert words in result.out
     assert result.out.splitlines()[-1].startswith("2 of 5 layers masked, ")
     assert result.err == ""

@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from halve.cli import app, show
+from halve.cli import show
 
 
 def test_a_table_has_a_title_a_header_and_aligned_rows(capsys):
@@ -50,10 +50,10 @@ def test_json_is_printed_whole_and_nothing_that_is_no_json(capsys):
 
 
 def test_messages_of_the_library_name_the_options_of_the_command_line():
-    assert app.COMMANDS  # whose options are known from here on
     assert show.as_options("run_state= or resume=True; match='outputs+features', lr=0.1") == (
         "--run-state or --resume; --match outputs+features, --lr 0.1"
     )
+    assert show.as_options("fallback=False, validation=False") == "--no-fallback, --validation none"
     assert show.as_options("pass example= or forward=") == "pass example= or forward="
 
 

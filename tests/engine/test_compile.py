@@ -18,9 +18,9 @@ from tests.untouched import untouched
 def resnet():
     """(a model, its masks, the model compiled with them)"""
     model = family("resnet_basic")
-    masks = halve.prune(model)
+    masks, example = halve.prune(model), torch.randn(2, 3, 64, 64)
     with untouched(model):
-        fast = compiled(model, masks, torch.randn(2, 3, 64, 64))
+        fast = compiled(model, masks, example)
     return model, masks, fast
 
 
@@ -166,7 +166,7 @@ def test_a_network_that_cannot_be_captured_whole_is_compiled_in_parts(tmp_path):
     with torch.no_grad():
         torch.testing.assert_close(fast(images(3)), halve.apply(model, masks)(images(3)), rtol=1e-4, atol=1e-5)
     with pytest.raises(EngineError, match="outside of its graph"):
-        fast.save(tmp_path / "net.pt2")
+        fast.save(tmp_path / "net.compiled.safetensors")
 
 
 class Strange(nn.Module):
@@ -193,7 +193,7 @@ def test_a_network_that_cannot_be_captured_at_all_falls_back_to_eager():
         assert torch.equal(fast(x), halve.apply(model, masks)(x))
     assert "torch.export cannot capture any part" in fast.plan.uncompiled["the network"]
     with pytest.raises(EngineError, match="cannot be saved"):
-        fast.save("nowhere.pt2")
+        fast.save("nowhere.safetensors")
 
 
 def test_a_network_that_does_not_run_is_an_error():

@@ -25,8 +25,9 @@ pytestmark = [
 
 @pytest.fixture(scope="module", autouse=True)
 def kernels(tmp_path_factory):
-    """Do not use cached timings of other runs."""
+    """Do not use cached timings of other runs, nor Inductor, which takes long: see test_inductor_gpu.py."""
     patch = pytest.MonkeyPatch()
+    patch.setattr("halve.engine.compiled.by_default", lambda device: False)
     patch.setenv("HALVE_CACHE", str(tmp_path_factory.mktemp("kernels")))
     yield
     patch.undo()
@@ -232,8 +233,8 @@ def test_saving_loading_copying_and_moving_keep_the_outputs(made, tmp_path):
     fast = made[2]
     x = photos(2)
     expected = fast(x)
-    fast.save(tmp_path / "net.pt2")
-    again = halve.load_compiled(tmp_path / "net.pt2")
+    fast.save(tmp_path / "net.compiled.safetensors")
+    again = halve.load_compiled(tmp_path / "net.compiled.safetensors")
     assert torch.equal(again(x), expected)
     assert str(again.plan) == str(fast.plan)
     assert torch.equal(copy.deepcopy(fast)(x), expected)

@@ -12,7 +12,7 @@ from halve.engine import compiled as of_compiled
 from halve.engine import plan
 from halve.engine.kernels.kernel import KernelFamily
 from halve.engine.kernels.registry import FAMILIES
-from halve.errors import EngineError, EngineWarning, OptionError
+from halve.errors import DataError, EngineError, EngineWarning, OptionError
 from tests.engine.nets import Net, compiled, sparsely
 from tests.tiny import convnet, images
 
@@ -65,7 +65,7 @@ def test_examples_without_a_number_of_images_are_refused():
     for example in (images(2)[:0], (images(2), torch.ones(4))):
         with pytest.raises(OptionError, match="first dimension"):
             agree(lambda n, x, *_: n.a(x), example)
-    with pytest.raises(OptionError, match="meta"):
+    with pytest.raises(DataError, match="meta"):
         agree(lambda n, x: n.a(x), images(2).to("meta"))
     with pytest.raises(OptionError, match=r"floating-point type such as torch\.float16, got torch\.int8"):
         agree(lambda n, x: n.a(x), images(2), dtype=torch.int8)
@@ -220,8 +220,8 @@ def test_a_network_saved_where_it_ran_dense_can_be_moved_to_a_device_with_sparse
     monkeypatch.setattr(
         Everywhere, "unavailable", lambda self, device, dtype: None if device.type == "meta" else "needs another device"
     )
-    compiled(convnet()).save(tmp_path / "net.pt2")
-    again = halve.load_compiled(tmp_path / "net.pt2")
+    compiled(convnet()).save(tmp_path / "net.compiled.safetensors")
+    again = halve.load_compiled(tmp_path / "net.compiled.safetensors")
     assert "needs another device" in again.reason
     assert again.to("meta").reason is None
     assert again(images(2).to("meta")).shape == (2, 5)

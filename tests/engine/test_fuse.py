@@ -4,8 +4,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import halve
+from halve.engine.fuse import fuse
 from halve.engine.operations import Convolution, MaxPool
 from halve.graph import capture
+from halve.process_state import preserved_process_state
 from tests.engine.fused import fused, layers_of, operations
 from tests.engine.nets import compiled
 from tests.families import family, lively
@@ -14,7 +16,7 @@ from tests.untouched import untouched
 
 def fused_like(model, x):
     """The fused module, after checking that it computes what the model does."""
-    with untouched(model):
+    with untouched(model), preserved_process_state():  # some models draw random numbers
         return fused(capture(model, x).parts[0], model, x)
 
 
@@ -151,3 +153,27 @@ def test_layers_are_named_by_their_weights():
     fast = compiled(model, halve.prune(model), torch.randn(2, 5, 16))
     assert "0.self_attn.out_proj" in {layer.name for layer in fast.layers}
     assert "0.self_attn.out_proj" not in fast.plan.uncompiled
+
+
+class ScaledBlock(nn.Module):
+    """The second half of a ConvNeXt block."""
+
+    def __init__(self, scale_shape=(8, 1, 1)):
+        super().__init__()
+        self.linear, self.scale = nn.Linear(16, 8), nn.Parameter(torch.randn(scale_shape))
+
+    def forward(self, x, added):
+        return self.scale * self.linear(x).permute(0, 3, 1, 2) + added
+
+
+@pytest.mark.parametrize(
+    ("shape", "scaled"), [((8, 1, 1), True), ((1, 8, 1, 1), True), ((1,), False), ((8, 3, 1), False)]
+)
+def test_a_scale_and_residual_behind_a_permutation_are_fused(shape, scaled):
+    torch.manual_seed(0)
+    net, inputs = ScaledBlock(shape).eval(), (torch.randn(2, 3, 5, 16), torch.randn(2, 8, 3, 5))
+    module = fuse(capture(net, inputs).parts[0])
+    [(layer, residual)] = layers_of(module)
+    assert layer.operation.scaled == residual == scaled
+    with torch.no_grad():
+        assert torch.allclose(module(*inputs), net(*inputs), atol=1e-6)

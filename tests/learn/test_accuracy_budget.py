@@ -110,7 +110,7 @@ def test_learn_keeps_within_the_budget():
     assert masks.recipe["method"] == "learn"
     assert masks.recipe["drop"] <= 0.4
     assert drop_of(model, masks, x) <= 0.4
-    assert halve.verify(model, masks).ok
+    assert halve.verify(halve.apply(model, masks), masks).ok
 
 
 def test_learn_takes_the_budget_and_its_data_together_or_not_at_all():
@@ -119,7 +119,7 @@ def test_learn_takes_the_budget_and_its_data_together_or_not_at_all():
             learn(convnet(), images(), steps=1, **half)
     with pytest.raises(LearningError, match="top1") as raised:
         learn(convnet(), images(), steps=1, max_drop=0.1, drop_data=images(), drop_metric="top1")
-    assert halve.verify(convnet(), raised.value.masks).ok
+    assert halve.verify(halve.apply(convnet(), raised.value.masks), raised.value.masks).ok
     learn(convnet(), images(), steps=1, max_drop=1.0, drop_data=[(images(), labels())], drop_metric="top1")
 
 

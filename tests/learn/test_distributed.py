@@ -1,3 +1,4 @@
+import importlib.util
 import json
 import socket
 import subprocess
@@ -8,11 +9,14 @@ import torch
 from torch import nn
 
 import halve
+from halve.errors import OptionError
 from halve.learn.distributed import Processes
 from halve.learn.run_state import FORMAT
 from halve.masks import storage
 from tests.processes import ROOT, environment
 from tests.tiny import convnet, loader
+
+pytestmark = pytest.mark.filterwarnings("ignore:the quality of the masks will be unknown")  # of so few images
 
 SCRIPT = """
 import json, os, sys, torch, halve
@@ -27,9 +31,12 @@ masks = halve.learn(model, loader(), steps=12, accumulate=2, lr=0.5, log=folder 
                     run_state=folder / "run", save_every=0, report=seen.append)
 same = all(torch.equal(before[key], value) for key, value in model.state_dict().items())
 halve.learn(model, loader(), steps=12, accumulate=2, lr=0.5, run_state=folder / "run", resume=True)
-timed = halve.learn(model, loader(), minutes=0.005, permute=False)
+timed = halve.learn(model, loader(128), minutes=0.05, permute=False)
+random = {"steps": 1, "lr": 1e-6, "alpha": 0.0, "final": "sample"}  # what is learned is a random mask
+one_shot = halve.learn(model, loader(128), permute=False, **random)
 masks.save(folder / f"steps{rank}.masks.safetensors")
 timed.save(folder / f"timed{rank}.masks.safetensors")
+one_shot.save(folder / f"one_shot{rank}.masks.safetensors")
 facts = {"reports": len(seen), "steps": timed.recipe["steps_done"], "same": same}
 (folder / f"facts{rank}.json").write_text(json.dumps(facts))
 if torch.distributed.is_initialized():
@@ -62,7 +69,15 @@ def test_two_processes_learn_the_same_masks_to_the_bit(folder):
     for name in ("steps", "timed"):
         one, other = (halve.load(folder / f"{name}{rank}.masks.safetensors") for rank in range(2))
         assert one == other
-        assert halve.verify(convnet(), one).ok
+        assert halve.verify(halve.apply(convnet(), one), one).ok
+
+
+def test_two_processes_return_the_same_one_shot_masks_where_those_are_better(folder):
+    one, other = (halve.load(folder / f"one_shot{rank}.masks.safetensors") for rank in range(2))
+    assert one == other
+    assert one.recipe == other.recipe | {"seconds": one.recipe["seconds"]}
+    assert one.recipe["quality"]["returned"] != "learned"
+    assert halve.load(folder / "timed1.masks.safetensors").recipe["quality"]["images"] == 8
 
 
 def test_two_processes_learn_from_more_than_one_alone_would_see(folder):
@@ -79,7 +94,7 @@ def test_the_first_process_alone_reports_and_writes(folder):
     assert (header["step"], header["batches"], header["identity"]["processes"]) == (12, 24, 2)
     assert tensors["logits"].isfinite().all()
     written = {path.name for path in folder.iterdir()} - {"script.py"}
-    assert len(written) == 8, written
+    assert len(written) == 10, written
 
 
 def test_a_budget_by_the_clock_stops_both_after_the_same_step(folder):
@@ -98,6 +113,26 @@ def test_one_process_is_alone_and_needs_no_accelerate():
     processes.start_trackers({"lr": 1})
     processes.track({"loss": 1.0}, 1)
     processes.stop_trackers()
+
+
+@pytest.mark.parametrize(
+    ("trackers", "says"),
+    [
+        ("nope", "unknown tracker 'nope'; known are .*tensorboard"),
+        (["nope"], "unknown tracker 'nope'"),
+        ([5], "unknown tracker 5"),
+        (5, "trackers must be a list of names such as 'tensorboard', got 5"),
+    ],
+)
+def test_a_tracker_that_does_not_exist_is_refused(trackers, says):
+    with pytest.raises(OptionError, match=says):
+        halve.learn(convnet(), loader(), steps=1, trackers=trackers)
+
+
+@pytest.mark.skipif(importlib.util.find_spec("wandb") is not None, reason="wandb is installed")
+def test_a_tracker_that_is_not_installed_is_not_left_out_in_silence():
+    with pytest.raises(OptionError, match="tracker 'wandb' is not installed: pip install wandb"):
+        halve.learn(convnet(), loader(), steps=1, trackers="wandb")
 
 
 def test_learning_alone_does_not_import_accelerate(monkeypatch):

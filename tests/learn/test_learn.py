@@ -14,6 +14,8 @@ from halve.sources.digits import digits, train_digits
 from tests.tiny import convnet, images, labels, learn, loader
 from tests.untouched import untouched
 
+pytestmark = pytest.mark.filterwarnings("ignore:the quality of the masks will be unknown")  # of so few images
+
 
 @pytest.fixture(scope="module")
 def trained():
@@ -26,7 +28,10 @@ def batches(x):
     return DataLoader(TensorDataset(x), 32, shuffle=True, generator=torch.Generator().manual_seed(0))
 
 
-@pytest.mark.parametrize("options", [{}, {"precision": "bfloat16", "match": "outputs"}], ids=["defaults", "bf16"])
+BF16 = {"precision": "bfloat16", "match": "outputs", "validation": False}
+
+
+@pytest.mark.parametrize("options", [{}, BF16], ids=["defaults", "bf16"])
 def test_learned_masks_beat_magnitude_by_far_and_the_loss_falls(trained, options):
     model, x, test = trained
     losses = []
@@ -43,7 +48,7 @@ def test_learned_masks_beat_magnitude_by_far_and_the_loss_falls(trained, options
     assert learned.agreement > magnitude.agreement + 0.2
     assert learned.kl < magnitude.kl / 5
     assert sum(losses[-10:]) < 0.5 * sum(losses[:10])
-    assert halve.verify(model, masks).ok
+    assert halve.verify(halve.apply(model, masks), masks).ok
 
 
 def test_labels_can_be_learned_from(trained):
@@ -77,8 +82,7 @@ def test_masks_are_legal_and_fit_the_model(options):
         (m.pattern, m.layout, m.density) for m in expected.values()
     ]
     assert [m.fingerprint.dense for m in masks.values()] == [m.fingerprint.dense for m in expected.values()]
-    report = halve.verify(model, masks)
-    assert report.ok or options.get("order") == "flat"
+    assert halve.verify(halve.apply(model, masks), masks).ok
     assert json.loads(json.dumps(masks.recipe)) == masks.recipe
 
 
@@ -294,7 +298,7 @@ def test_labels_that_are_missing_or_outside_are_data_errors():
 
 
 def test_an_iterator_is_used_up_by_wanda():
-    with pytest.raises(DataError, match="gave no batch"):
+    with pytest.raises(DataError, match=r"has no batches.*iterator that is already exhausted"):
         learn(convnet(), iter([images(4)]), start="wanda", steps=2)
 
 

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 import halve
-from halve.errors import LearningError, LearningWarning, ModelError
+from halve.errors import FileError, LearningError, LearningWarning, ModelError
 from halve.sources.digits import digits, train_digits
 from tests.tiny import convnet, images, interrupting, labels, loader
 from tests.untouched import untouched
@@ -11,6 +11,7 @@ from tests.untouched import untouched
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
+    pytest.mark.filterwarnings("ignore:the quality of the masks will be unknown"),  # of so few images
 ]
 
 
@@ -23,7 +24,7 @@ def test_masks_are_legal_and_the_model_stays_as_it_is(precision):
             model, loader(), steps=25, precision=precision, pattern={"3": "1:4", "*": "2:4"}, remainder="pad", also="10"
         )
     assert list(masks) == ["0", "3", "8", "10"]
-    assert halve.verify(model, masks).ok
+    assert halve.verify(halve.apply(model, masks), masks).ok
     assert torch.equal(torch.cuda.get_rng_state(), state)
 
 
@@ -42,7 +43,7 @@ def test_models_in_half_precision_learn(dtype):
     model = convnet().to("cuda", dtype)
     with untouched(model):
         masks = halve.learn(model, loader(), steps=5)
-    assert halve.verify(model, masks).ok
+    assert halve.verify(halve.apply(model, masks), masks).ok
 
 
 @pytest.mark.parametrize(
@@ -57,7 +58,7 @@ def test_models_in_half_precision_learn(dtype):
 def test_convolutions_of_every_kind_learn(layers, shape):
     model = nn.Sequential(*layers, nn.Flatten(2), nn.ReLU()).cuda().eval()
     masks = halve.learn(model, [torch.randn(shape)], steps=2, also=[str(len(layers) - 1)])
-    assert halve.verify(model, masks).ok
+    assert halve.verify(halve.apply(model, masks), masks).ok
 
 
 def test_an_interrupted_run_goes_on(tmp_path):
@@ -73,8 +74,16 @@ def test_an_interrupted_run_goes_on(tmp_path):
 def test_a_run_that_began_on_a_gpu_goes_on_on_a_cpu(tmp_path):
     path = tmp_path / "run"
     with pytest.warns(LearningWarning, match="interrupted"):
-        halve.learn(convnet().cuda(), loader(), steps=20, run_state=path, report=interrupting(10))
+        halve.learn(convnet().cuda(), loader(), steps=20, run_state=path, report=interrupting(10), precision="float32")
     assert halve.learn(convnet(), loader(), steps=20, run_state=path, resume=True).recipe["steps_done"] == 20
+
+
+def test_a_run_in_bfloat16_does_not_go_on_in_float32(tmp_path):
+    path = tmp_path / "run"
+    with pytest.warns(LearningWarning, match="interrupted"):
+        halve.learn(convnet().cuda(), loader(), steps=20, run_state=path, report=interrupting(10))
+    with pytest.raises(FileError, match=r"precision \(bfloat16 there, float32 here\)"):
+        halve.learn(convnet(), loader(), steps=20, run_state=path, resume=True)
 
 
 class Wide(nn.Module):
@@ -112,7 +121,7 @@ def test_a_batch_that_does_not_fit_is_an_error_with_the_largest_half_that_does(s
         learned(512)
     fits = int(str(error.value).split("use batches of ")[1].split()[0])
     del error
-    assert halve.verify(model, learned(fits)).ok
+    assert halve.verify(model, learned(fits)).status == "not applied"
     with pytest.raises(ModelError, match=f"a batch of {2 * fits} images does not fit"):
         learned(2 * fits)
 
@@ -124,7 +133,7 @@ def test_a_loss_that_is_not_finite_is_blamed_on_the_batch_that_was_bad():
     data[3] = bad
     with pytest.raises(LearningError, match="first in layer 0") as error:
         halve.learn(convnet().cuda(), data, steps=20)
-    assert halve.verify(convnet(), error.value.masks).ok
+    assert halve.verify(halve.apply(convnet(), error.value.masks), error.value.masks).ok
 
 
 def test_the_estimate_speaks_of_the_gpus_memory():

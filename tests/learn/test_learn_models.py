@@ -17,7 +17,7 @@ def test_models_of_other_precisions_learn(dtype):
     model = convnet().to(dtype)
     with untouched(model):
         masks = learn(model, loader(), steps=3)
-    assert halve.verify(model, masks).ok
+    assert halve.verify(halve.apply(model, masks), masks).ok
     assert halve.apply(model, masks)[0].weight.dtype == dtype
 
 
@@ -44,11 +44,22 @@ def test_a_forward_of_ones_own_runs_submodules_with_masked_weights():
 
     seen = []
     masks = learn(model, data, steps=30, forward=forward, start="glorot", report=seen.append)
-    assert changed[:2] == [False, True]
-    assert changed.count(True) == changed.count(False) == 31
+    assert changed[:3] == [False, False, True]  # the first call looks at which layers run
+    assert changed.count(True) == changed.count(False) - 1 == 31
     assert seen[-1].changed > 0
     assert seen[-1].loss < seen[1].loss
     assert list(masks) == ["body.0", "body.2"]
+
+
+def test_layers_that_the_data_never_runs_are_not_masked_and_are_listed():
+    model = TwoHeads().eval()
+    data = [{"a": torch.randn(6, 8)}]
+    masks = learn(model, iter(data * 3), steps=3, forward=lambda m, batch: m.body[:2](batch["a"]))
+    assert list(masks) == ["body.0"]
+    assert masks.recipe["not_masked"]["body.2"] == "did not run on the data (also='body.2' masks it)"
+    assert masks.recipe["steps_done"] == 3  # the batch that was looked at is learned from too
+    named = learn(model, data, steps=3, forward=lambda m, batch: m.body[:2](batch["a"]), also="body.2")
+    assert torch.equal(named["body.2"].kept(), halve.prune(model)["body.2"].kept())
 
 
 def test_dicts_of_outputs_are_understood():
@@ -69,18 +80,19 @@ def test_layers_with_a_computed_weight_learn(norm):
         masks = learn(model, loader(), steps=12, start="random", lr=0.5)
     assert "3" in masks
     assert masks["3"].difference(halve.prune(model, "random")["3"]) > 0
-    assert halve.verify(model, masks).ok
+    assert halve.verify(halve.apply(model, masks), masks).ok
 
 
 def test_tied_weights_learn_one_mask_for_all_their_uses():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
     model[2].weight = model[0].weight
+    data = torch.randn(20, 8)
     with untouched(model):
-        masks = learn(model, torch.randn(20, 8), steps=3)
+        masks = learn(model, data, steps=3)
     assert list(masks) == ["0"]
     assert masks["0"].shared_with == ("2",)
-    assert halve.verify(model, masks).ok
+    assert halve.verify(halve.apply(model, masks), masks).ok
 
 
 @pytest.mark.parametrize(
@@ -96,7 +108,7 @@ def test_convolutions_of_every_kind_learn(layers, shape):
     model = nn.Sequential(*layers, nn.Flatten(2), nn.ReLU()).eval()
     masks = learn(model, [torch.randn(shape)], steps=2, also=[str(len(layers) - 1)])
     assert list(masks) == ["0", str(len(layers) - 1)]
-    assert halve.verify(model, masks).ok
+    assert halve.verify(halve.apply(model, masks), masks).ok
 
 
 def test_padded_layers_stay_legal_under_strong_weight_decay():

@@ -3,6 +3,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+import halve
 from halve.learn.frozen import frozen
 from halve.learn.learner import Learner, Runner
 from halve.learn.objective import distill_auto, distill_probabilities
@@ -10,6 +11,7 @@ from halve.learn.sampling import Sampler
 from halve.learn.schedule import StepValues
 from halve.modules import weight_of
 from halve.select.select import select
+from tests.detectors import faster_rcnn, pictures
 from tests.random_masks import random
 from tests.tiny import convnet, images
 from tests.untouched import untouched
@@ -134,3 +136,20 @@ def test_activations_that_are_computed_anew_are_those_of_the_sampled_weights():
         learner(images(), 0, STEADY).backward()
         gradients.append(learner.sampler.logits.grad)
     assert torch.equal(*gradients)
+
+
+@torch.no_grad()
+def test_the_output_of_a_detector_is_what_its_heads_return_whatever_ran_before():
+    model, first, second = faster_rcnn(), pictures(2), pictures(2, seed=1)
+    weights = {name: mask.apply_to(model.get_submodule(name).weight) for name, mask in halve.prune(model).items()}
+    fresh, used = Runner(faster_rcnn(), None), Runner(model, None)
+    dense = used(first)
+    assert dense.dim() == 3  # so that nothing takes it for class scores
+    used(second)
+    assert torch.equal(used(first), dense)
+    masked = used.with_weights(weights, first)
+    assert masked.shape == dense.shape
+    assert not torch.allclose(masked, dense)
+    used(second)
+    assert torch.equal(used.with_weights(weights, first), masked)
+    assert torch.equal(fresh.with_weights(weights, first), masked)

@@ -38,11 +38,12 @@ def test_the_estimate_comes_before_the_first_step_with_positive_numbers():
     assert first.steps == 3
 
 
-def test_the_estimate_of_a_run_by_the_clock_is_the_clock():
+@pytest.mark.filterwarnings("ignore:the time is enough for")  # on a machine that is busy
+def test_the_estimate_of_a_run_by_the_clock_is_what_is_left_of_the_time():
     seen = []
-    learn(convnet(), loader(), minutes=0.002, report=seen.append)
+    learn(convnet(), loader(), minutes=0.02, report=seen.append)
     assert seen[0].steps is None
-    assert seen[0].seconds == pytest.approx(0.12)
+    assert 0.3 < seen[0].seconds < 1.2
 
 
 def test_an_estimate_counts_every_batch_of_a_step():

@@ -55,6 +55,10 @@ def test_an_unknown_option_is_named_beside_the_known_ones():
         ({"steps": 2.5}, "steps must be a positive integer, got 2.5"),
         ({"alpha": -1.0}, "alpha must be a non-negative number, got -1.0"),
         ({"betas": (1.5, 0.9)}, "betas must be two numbers from 0 to below 1"),
+        ({"betas": None}, "betas must be two numbers from 0 to below 1, got None"),
+        ({"features": []}, "features must be one or more names or globs of modules.*, got ()"),
+        ({"features": 5}, "features must be one or more names.*, got 5"),
+        ({"features": ["layer1", 5]}, "features must be one or more names"),
         ({"seed": 2**70}, "seed must be an integer from 0"),
         ({"temperature": 0.0}, "temperature must be a positive number or a pair .*, got 0.0"),
         ({"temperature": (1.0, -1.0)}, "pair"),
@@ -122,12 +126,13 @@ def test_the_preset_is_the_papers_recipe():
 def test_the_preset_masks_what_the_paper_masks_and_can_be_overridden():
     model = nn.Sequential(nn.Conv2d(4, 6, 3, padding=1), nn.ReLU(), nn.Conv2d(6, 5, 3), nn.Flatten(), nn.Linear(180, 5))
     data = [(images(6), labels(6))]
-    masks = halve.learn(model.eval(), data, preset="paper", steps=3)
+    masks = halve.learn(model.eval(), data, preset="paper", steps=3, validation=False)
     assert list(masks) == ["0", "2"]
     assert {(m.layout.order, m.layout.virtual) for m in masks.values()} == {("flat", 0), ("flat", 2)}
     recipe = masks.recipe
     assert (recipe["preset"], recipe["objective"], recipe["start"], recipe["lr"]) == ("paper", "task", "glorot", 1.0)
-    other = halve.learn(model, data, preset="paper", steps=3, lr=0.5, kinds=("conv", "linear"), also="4").recipe
+    options = {"lr": 0.5, "kinds": ("conv", "linear"), "also": "4", "validation": False}
+    other = halve.learn(model, data, preset="paper", steps=3, **options).recipe
     assert (other["lr"], other["selection"]["kinds"]) == (0.5, ["conv", "linear"])
 
 

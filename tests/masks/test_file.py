@@ -130,6 +130,50 @@ def test_saving_fails_without_a_trace_and_keeps_the_old_file(tmp_path, path):
     assert os.listdir(tmp_path) == [path.name]
 
 
+@pytest.mark.parametrize("kind", ["checkpoint", "pth", "packed", "run state", "text", "link"])
+def test_masks_and_packed_checkpoints_replace_no_file_of_another_kind_unless_forced(tmp_path, kind):
+    model, target = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), tmp_path / "net.safetensors"
+    masks = halve.prune(model)
+    if kind == "pth":
+        torch.save(model.state_dict(), target)
+    elif kind == "packed":
+        halve.pack(model, masks, target)
+    elif kind == "run state":
+        storage.write(target, storage.Format("halve.learning", 1, "run state", ""), {}, {})
+    elif kind == "text":
+        target.write_text("notes")
+    else:
+        safetensors.torch.save_file(model.state_dict(), target)
+    path = target
+    if kind == "link":
+        path = tmp_path / "link"
+        path.symlink_to(target)
+    before = target.read_bytes()
+    with pytest.raises(FileError, match=f"{path.name}: the file exists and is not a mask file; .* force=True"):
+        masks.save(path)
+    if kind != "packed":
+        with pytest.raises(FileError, match="the file exists and is not a packed checkpoint"):
+            halve.pack(model, masks, path)
+    assert target.read_bytes() == before
+    masks.save(path, force=True)
+    assert load(target) == masks
+    halve.pack(model, masks, path, force=True)
+    assert halve.unpack(target).masks == masks
+
+
+def test_masks_replace_older_masks_and_empty_files_but_none_that_are_write_protected(tmp_path):
+    masks, path = small_set(), tmp_path / "net.masks.safetensors"
+    path.touch()
+    masks.save(path)
+    masks.with_recipe(again=True).save(path)
+    path.chmod(0o444)
+    with pytest.raises(FileError, match="write-protected"):
+        masks.save(path)
+    assert load(path).recipe["again"]
+    masks.save(path, force=True)
+    assert load(path) == masks
+
+
 def test_no_damaged_file_gives_masks(path):
     content = path.read_bytes()
     for damaged in (*flipped(content, 200), *truncated(content, 97)):

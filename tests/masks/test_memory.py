@@ -1,10 +1,5 @@
 """Reading a file takes at most 64 times its size plus 100 MB, whatever the file claims."""
 
-import json
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from torch import nn
@@ -16,7 +11,7 @@ from halve.masks.bits import pack_bits
 from halve.masks.layout import Layout
 from halve.masks.mask import MaskSet
 from halve.masks.pattern import Pattern
-from tests.processes import environment
+from tests import memory
 from tests.random_masks import a_mask, masks_for
 
 ENTRY = {
@@ -29,48 +24,10 @@ ENTRY = {
     "masked": None,
 }
 
-MEASURE = """
-import json, os, resource, sys, time
-from halve import load, unpack
-from halve.errors import HalveError
-
-def peak():
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-
-def measure(read, path):
-    before, start, error = peak(), time.process_time(), ""
-    try:
-        read(path)
-    except HalveError as found:
-        error = str(found)[:500]
-    return [peak() - before, time.process_time() - start, error]
-
-read = {"load": load, "unpack": unpack}[sys.argv[1]]
-try:
-    read(sys.argv[2])  # what is set up once counts for no file
-except HalveError:
-    pass
-for path in sys.argv[3:]:
-    if child := os.fork():
-        assert os.waitpid(child, 0)[1] == 0, path
-    else:
-        print(json.dumps(measure(read, path)), flush=True)
-        os._exit(0)
-"""
-
 
 def measured(tmp_path, read, makers):
-    """Seconds and errors of reading files, each in its own process. Their peak memory is checked."""
     small = MaskSet({"x": a_mask("2:4", Layout("linear", (4, 4), 4))}).save(tmp_path / "small")
-    paths = [make(tmp_path / f"file{number}") for number, make in enumerate(makers.values())]
-    command = [sys.executable, "-c", MEASURE, read, *map(str, [small, *paths])]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment(OMP_NUM_THREADS="1"))
-    assert done.returncode == 0, done.stderr
-    results = dict(zip(makers, map(json.loads, done.stdout.splitlines()), strict=True))
-    most = {name: 64 * os.path.getsize(path) + 100e6 for name, path in zip(makers, paths, strict=True)}
-    assert not {name: (peak, most[name]) for name, (peak, _, _) in results.items() if peak > most[name]}
-    assert not {name: seconds for name, (_, seconds, _) in results.items() if seconds > 15}
-    return {name: error for name, (_, _, error) in results.items()}
+    return memory.measured(tmp_path, read, small, makers)
 
 
 def codes(count, bits):
@@ -161,7 +118,9 @@ def test_the_files_of_a_resnet_18_take_little_memory(tmp_path):
     model = torchvision.models.resnet18().eval()
     masks = halve.prune(model)
     assert measured(tmp_path, "load", {"masks": masks.save}) == {"masks": ""}
-    assert measured(tmp_path, "unpack", {"packed": lambda path: halve.pack(model, masks, path)}) == {"packed": ""}
+    assert measured(tmp_path, "unpack", {"packed": lambda path: halve.pack(model, masks, path, force=True)}) == {
+        "packed": ""
+    }
 
 
 def test_nothing_is_packed_that_could_not_be_unpacked(tmp_path, monkeypatch):

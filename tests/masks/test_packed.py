@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import halve
-from halve.errors import ChangedWeightsWarning, FileError, HalveError, MaskError, ModelError
+from halve.errors import ChangedWeightsWarning, DtypeWarning, FileError, HalveError, MaskError, ModelError
 from halve.masks import storage
 from halve.masks.layout import Layout
 from halve.masks.mask import MaskSet
@@ -96,6 +96,32 @@ def test_a_cast_is_that_of_the_masked_model(tmp_path, net, dtype):
     assert_states_equal(state, halve.apply(net, masks).to(dtype).state_dict())
     assert state["bn.num_batches_tracked"].dtype == torch.int64
     assert again == masks
+
+
+def test_a_variance_beyond_half_precision_keeps_its_dtype(tmp_path, net):
+    net.bn.running_var[0] = 8e4
+    net.scale[1] = 65_504.0  # the largest value of float16
+    masks = net_masks(net)
+    with pytest.warns(DtypeWarning, match=r"^bn\.running_var: values overflow torch\.float16, .* torch\.float32$"):
+        state, _ = unpack(pack(net, masks, tmp_path / "x", dtype=torch.float16))
+    assert state["bn.running_var"].dtype == torch.float32
+    assert state["bn.running_mean"].dtype == state["scale"].dtype == state["stem.weight"].dtype == torch.float16
+    fresh = Net().eval()
+    fresh.load_state_dict(state)
+    assert float(fresh.bn.running_var[0]) == 8e4
+    image = random(2, 3, 8, 8)
+    torch.testing.assert_close(fresh(image), halve.apply(net, masks)(image), atol=2e-3, rtol=1e-2)
+
+
+@pytest.mark.parametrize("name", ["stem.weight", "head.bias", "bn.weight", "grouped.weight"])
+def test_a_parameter_beyond_half_precision_is_refused_by_name(tmp_path, net, name):
+    net.get_parameter(name).data.fill_(7e4)
+    with pytest.raises(
+        ModelError, match=rf"{name} has values up to 7e\+04, which overflow torch.float16; use .*bfloat16"
+    ):
+        pack(net, net_masks(net), tmp_path / "x", dtype=torch.float16)
+    assert not (tmp_path / "x").exists()
+    pack(net, net_masks(net), tmp_path / "x", dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.bool, torch.complex64])

@@ -65,9 +65,9 @@ def small():
 
 @pytest.fixture(scope="module")
 def permuted():
-    model = residual()
+    model, example = residual(), torch.randn(1, 3, 8, 8)
     with untouched(model):
-        masks = halve.prune(model, permute=True, example=torch.randn(1, 3, 8, 8))
+        masks = halve.prune(model, permute=True, example=example)
     return model, masks
 
 
@@ -88,10 +88,9 @@ def test_masks_can_be_applied_in_the_checkpoints_order_with_a_warning(permuted):
     for name, mask in masks.items():
         weight = model.get_submodule(name).weight
         assert torch.equal(sparse.get_submodule(name).weight, mask.apply_to(weight))
-    assert halve.verify(model, masks).ok
     report = halve.verify(sparse, masks)
-    assert report.ok
-    assert set(report.not_accelerated) == set(masks)  # as it stands
+    assert report.status == "failed"  # as it stands
+    assert set(report.not_accelerated) == set(report.failures) == set(masks)
     assert not halve.verify(sparse).ok  # its blocks do not lie in one piece
 
 
@@ -161,12 +160,8 @@ def test_moved_channels_compute_the_same_and_blocks_lie_in_one_piece(permuted):
     assert halve.verify(moved).ok
     checks = halve.verify(moved, masks)
     assert checks.ok
-    assert {layer.state for layer in checks.layers} == {"moved"}
-
-
-def test_hardware_is_judged_in_the_stored_order(permuted):
-    model, masks = permuted
-    assert halve.verify(model, masks).not_accelerated == {}
+    assert checks.moved
+    assert checks.not_accelerated == {}
 
 
 def test_a_moved_model_that_was_changed_afterwards_is_told(permuted):
@@ -229,7 +224,7 @@ def test_without_an_example_there_is_no_structure():
 def test_learning_in_permuted_order():
     model, images = tiny.convnet(), tiny.images()
     with untouched(model):
-        masks = halve.learn(model, images, steps=3, permute=True)
+        masks = tiny.learn(model, images, steps=3, permute=True)
     assert masks["3"].layout.channel_order is not None
     assert masks.recipe["permute"]["layers"] == 1
     moved = halve.apply(model, masks, permute=True)
@@ -239,20 +234,20 @@ def test_learning_in_permuted_order():
 
 def test_learning_goes_on_in_the_order_of_the_masks_to_start_from(small):
     model, images, start = small
-    masks = halve.learn(model, images, steps=1, lr=1e-9, start=start)
+    masks = tiny.learn(model, images, steps=1, lr=1e-9, start=start, permute=None)
     assert masks.moves == start.moves
     assert [mask.layout for mask in masks.values()] == [mask.layout for mask in start.values()]
     assert masks.difference(start) < 0.2
     with pytest.raises(OptionError, match="bring their own channel orders"):
-        halve.learn(model, images, steps=1, start=start, permute=True)
+        tiny.learn(model, images, steps=1, start=start, permute=True)
 
 
 def test_a_run_in_another_order_is_not_resumed(tmp_path):
     model, images = tiny.convnet(), tiny.images()
     state = tmp_path / "x.learning.safetensors"
-    halve.learn(model, images, steps=2, run_state=state, save_every=0.0, permute=False)
+    tiny.learn(model, images, steps=2, run_state=state, save_every=0.0)
     with pytest.raises(halve.HalveError, match=r"another run: layers\.3"):
-        halve.learn(model, images, steps=2, run_state=state, resume=True, permute=True)
+        tiny.learn(model, images, steps=2, run_state=state, resume=True, permute=True)
 
 
 def test_layers_left_dense_keep_the_moves(small):
@@ -277,7 +272,8 @@ def test_an_order_without_its_moves_cannot_be_made(small):
     with pytest.raises(MaskError, match="does not say how to move the channels"):
         halve.apply(model, masks)
     with pytest.warns(ChannelOrderWarning):
-        assert halve.verify(halve.apply(model, masks, permute=False), masks).ok
+        unmoved = halve.apply(model, masks, permute=False)
+    assert not halve.verify(unmoved, masks).ok
 
 
 def test_different_patterns_flat_order_padding_and_groups_do_not_get_in_the_way():
@@ -357,8 +353,9 @@ def test_a_model_that_was_moved_in_part_is_not_ok(permuted):
         sparse, moved = halve.apply(model, masks, permute=False), halve.apply(model, masks)
     sparse[2].conv1.weight = moved[2].conv1.weight
     failures = halve.verify(sparse, masks).failures
-    assert set(failures) == set(masks) - {"2.conv1"}
+    assert set(failures) == set(masks)
     assert "were not moved" in failures["2.conv2"]
+    assert "weights that its mask drops are not zero" in failures["2.conv1"]
 
 
 def test_an_update_of_a_moved_model_is_measured_in_its_own_order(permuted):
@@ -380,16 +377,16 @@ def test_moves_without_the_order_are_refused(permuted):
 def test_a_run_that_is_resumed_goes_on_in_the_order_that_was_found(tmp_path, monkeypatch):
     model, images = tiny.convnet(), tiny.images()
     options = {"run_state": tmp_path / "run", "save_every": 0.0, "permute": True}
-    whole = halve.learn(model, images, steps=6, **(options | {"run_state": tmp_path / "whole"}))
+    whole = tiny.learn(model, images, steps=6, **(options | {"run_state": tmp_path / "whole"}))
 
     def interrupt(event):
         if getattr(event, "step", 0) == 3:
             raise KeyboardInterrupt
 
     with pytest.warns(LearningWarning, match="interrupted"):
-        halve.learn(model, images, steps=6, report=interrupt, **options)
+        tiny.learn(model, images, steps=6, report=interrupt, **options)
     monkeypatch.setattr(initialization, "permute", None)  # nobody searches again
-    assert halve.learn(model, images, steps=6, resume=True, **options) == whole
+    assert tiny.learn(model, images, steps=6, resume=True, **options) == whole
 
 
 def test_time_is_kept_also_where_one_pass_would_take_longer():
@@ -462,7 +459,7 @@ def test_masks_that_are_already_applied_are_refused_where_the_dense_model_is_nee
     with warnings.catch_warnings(action="ignore"):
         applied = [halve.apply(model, masks), halve.apply(model, masks, permute=False)]
     for sparse in applied:
-        for call in (halve.evaluate, halve.recalibrate, lambda m, k, d: halve.learn(m, d, start=k, steps=1)):
+        for call in (halve.evaluate, halve.recalibrate, lambda m, k, d: tiny.learn(m, d, start=k, steps=1)):
             with pytest.raises(MaskError, match=r"already applied.*pass the dense model"):
                 call(sparse, masks, x)
 

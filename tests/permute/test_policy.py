@@ -1,4 +1,6 @@
 import pytest
+import torch
+from torch import nn
 
 import halve
 from halve.errors import OptionError
@@ -8,18 +10,33 @@ from tests.tiny import convnet, images, loader
 
 
 @pytest.mark.parametrize(
-    ("given", "asked", "minutes", "expected"),
+    ("given", "asked", "minutes", "steps", "expected"),
     [
-        (None, True, 0.1, 120.0),
-        (None, False, 0.1, 1.5),
-        (None, False, 60.0, 120.0),
-        (None, False, None, 30.0),
-        (7, False, None, 7),
-        (500.0, False, 1.0, 500.0),
+        (None, True, 0.1, None, 1.5),
+        (None, True, None, None, 120.0),
+        (None, False, 0.1, None, 1.5),
+        (None, False, 60.0, None, 120.0),
+        (None, False, None, None, 30.0),
+        (None, False, None, 2, 0.5),
+        (None, False, None, 5000, 30.0),
+        (7, False, None, 2, 7),
+        (500.0, False, 1.0, None, 500.0),
     ],
 )
-def test_a_search_that_nobody_asked_for_is_short(given, asked, minutes, expected):
-    assert search_seconds(given, asked, minutes) == expected
+def test_a_search_that_nobody_asked_for_is_short(given, asked, minutes, steps, expected):
+    assert search_seconds(given, asked, minutes, steps) == expected
+
+
+def test_two_steps_do_not_wait_for_a_search_that_would_take_long():
+    model = nn.Sequential(*(layer for _ in range(4) for layer in (nn.Linear(768, 768), nn.ReLU())), nn.Linear(768, 4))
+    summary = halve.learn(model.eval(), torch.randn(8, 768), steps=2, validation=False).recipe["permute"]
+    assert not summary["finished"]
+    assert summary["seconds"] < 10  # 0.5, and capturing the network
+
+
+def test_a_search_as_long_as_the_whole_call_is_refused():
+    with pytest.raises(OptionError, match="permute_seconds=60 leaves no time to learn: the call takes 60 seconds"):
+        halve.learn(convnet(), loader(), minutes=1, permute_seconds=60)
 
 
 @pytest.mark.parametrize("seconds", [-1, "5", float("nan")])

@@ -104,10 +104,25 @@ def test_wanda_leaves_out_channels_that_are_always_zero():
     assert halve.prune(model, "wanda", x)["0"].kept()[:, [2, 3, 6, 7]].all()
 
 
-def test_a_layer_that_the_data_does_not_reach_is_scored_by_magnitude():
+@pytest.mark.parametrize("score", ["magnitude", "wanda", "reconstruct"])
+@pytest.mark.parametrize("kind", [list, iter])
+def test_a_layer_that_the_data_never_runs_is_not_masked_and_is_listed(score, kind):
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 2))
+    data, first = [torch.randn(3, 8), torch.randn(3, 8)], {"forward": lambda m, x: m[0](x)}
+    masks = halve.prune(model, score, kind(data), **first)
+    assert list(masks) == ["0"]
+    assert masks.recipe["not_masked"] == {
+        "1": "did not run on the data (also='1' masks it)",
+        "3": "output head (also='3' masks it)",
+    }
+    assert masks["0"] == halve.prune(model, score, kind(data), include="0", **first)["0"]  # no batch was lost
+
+
+def test_a_layer_that_does_not_run_is_masked_if_it_is_named_by_its_magnitudes():
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.LayerNorm(8))
-    masks = halve.prune(model, "wanda", [torch.randn(3, 8)], forward=lambda m, x: m[0](x))
+    masks = halve.prune(model, "wanda", [torch.randn(3, 8)], forward=lambda m, x: m[0](x), also="1")
     assert torch.equal(masks["1"].kept(), halve.prune(model)["1"].kept())
+    assert list(masks) == ["0", "1"]
 
 
 def test_random_is_reproducible_by_its_seed_and_leaves_the_global_generator_alone():
@@ -189,7 +204,7 @@ def test_weights_that_are_not_finite_are_named_and_can_be_excluded(bad):
 
 
 def test_nothing_to_mask_lists_the_reasons():
-    with pytest.raises(ModelError, match=r"Sequential has no layer to mask; 0: 3 input channels.*1: classifier head"):
+    with pytest.raises(ModelError, match=r"Sequential has no layer to mask; 0: 3 input channels.*1: output head"):
         halve.prune(nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 2, 1)))
     with pytest.raises(ModelError, match="ReLU has no layer to mask; it has no layers"):
         halve.prune(nn.ReLU())
@@ -282,7 +297,7 @@ def test_models_of_other_precisions_are_pruned_in_their_own_numbers(dtype):
         masks = halve.prune(model, "wanda", images(), recalibrate=True)
     expected = best_of_each_block(model[0].weight.detach().abs()[:, :, 1, 1], 2, 4)
     assert torch.equal(halve.prune(model)["0"].kept()[:, :, 1, 1], expected)
-    assert halve.verify(model, masks).ok
+    assert halve.verify(halve.apply(model, masks), masks).ok
     assert halve.apply(model, masks)[0].weight.dtype == dtype
 
 

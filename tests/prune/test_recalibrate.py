@@ -136,8 +136,9 @@ def test_a_model_without_batchnorm_has_nothing_to_recalibrate():
 
 def test_one_value_per_channel_has_no_variance():
     model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.BatchNorm2d(8), nn.Flatten(), nn.Linear(8, 2))
+    masks, image = halve.prune(model), torch.randn(1, 4, 3, 3)
     with untouched(model), pytest.raises(HalveError, match=r"\(1, 4, 3, 3\)"):
-        halve.recalibrate(model, halve.prune(model), torch.randn(1, 4, 3, 3))
+        halve.recalibrate(model, masks, image)
 
 
 def test_a_batchnorm_that_does_not_run_is_left_out():

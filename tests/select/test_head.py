@@ -41,13 +41,17 @@ def on_meta(build, **options):
         return build(weights=None, **options)
 
 
+BOX_HEADS = ("roi_heads.box_predictor.cls_score", "roi_heads.box_predictor.bbox_pred")
+
+
 @pytest.mark.parametrize(
     ("build", "options", "heads"),
     [
         (models.resnet18, {}, {"fc"}),
         (models.mobilenet_v3_small, {}, {"classifier.3"}),
         (models.densenet121, {}, {"classifier"}),
-        (models.googlenet, {"init_weights": False}, {"fc"}),
+        (models.googlenet, {"init_weights": False}, {"fc", "aux1.fc2", "aux2.fc2"}),
+        (models.inception_v3, {"init_weights": False}, {"fc", "AuxLogits.fc"}),
         (models.squeezenet1_1, {}, {"classifier.1"}),
         (models.convnext_tiny, {}, {"classifier.2"}),
         (models.swin_t, {}, {"head"}),
@@ -62,6 +66,26 @@ def on_meta(build, **options):
             models.segmentation.lraspp_mobilenet_v3_large,
             {"weights_backbone": None},
             {"classifier.low_classifier", "classifier.high_classifier"},
+        ),
+        (
+            models.detection.fasterrcnn_mobilenet_v3_large_320_fpn,
+            {"weights_backbone": None},
+            {*BOX_HEADS, "rpn.head.cls_logits", "rpn.head.bbox_pred"},
+        ),
+        (
+            models.detection.maskrcnn_resnet50_fpn,
+            {"weights_backbone": None},
+            {*BOX_HEADS, "rpn.head.cls_logits", "rpn.head.bbox_pred", "roi_heads.mask_predictor.mask_fcn_logits"},
+        ),
+        (
+            models.detection.retinanet_resnet50_fpn,
+            {"weights_backbone": None},
+            {"head.classification_head.cls_logits", "head.regression_head.bbox_reg"},
+        ),
+        (
+            models.detection.ssdlite320_mobilenet_v3_large,
+            {"weights_backbone": None},
+            {f"head.{kind}_head.module_list.{i}.1" for kind in ("classification", "regression") for i in range(6)},
         ),
     ],
     ids=lambda value: getattr(value, "__name__", ""),
@@ -122,6 +146,55 @@ def test_a_subclass_of_linear_with_a_forward_of_its_own_can_be_the_head():
             return 2 * super().forward(x)
 
     assert find_heads(nn.Sequential(nn.Linear(8, 8), Scaled(8, 2))) == {"1"}
+
+
+class Detector(nn.Module):
+    """Looks at the boxes that it finds, so that only its modules can be traced."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv2d(3, 16, 3), nn.ReLU(), nn.Conv2d(16, 8, 3), nn.ReLU())
+        self.classes, self.boxes = nn.Conv2d(8, 6, 3), nn.Conv2d(8, 4, 3)
+        self.second = nn.Sequential(nn.Flatten(), nn.Linear(8 * 36, 32), nn.ReLU(), nn.Linear(32, 7))
+
+    def forward(self, images):
+        x = self.body(torch.stack(list(images)))
+        classes, boxes = self.classes(x), self.boxes(x)
+        return (classes, boxes, self.second(x)) if classes.max() > 0 else (classes, boxes)
+
+
+def test_every_output_of_a_detector_has_its_head_also_with_large_kernels():
+    assert find_heads(Detector()) == {"classes", "boxes", "second.3"}
+
+
+def test_a_convolution_that_is_flattened_before_it_is_read_is_no_head():
+    class Pool(Untraceable):
+        def __init__(self):
+            super().__init__(nn.Linear(2, 2))
+            self.first, self.second = nn.Conv2d(3, 8, 3), nn.Linear(8 * 9, 2)
+
+    assert find_heads(Pool()) == {"last"}
+
+
+def test_queries_keys_and_values_of_untraceable_attention_are_no_heads():
+    class Attention(Untraceable):
+        def __init__(self):
+            super().__init__(nn.Linear(8, 5))
+            self.first, self.second = nn.Linear(8, 24), nn.Linear(8, 8)
+
+    assert find_heads(Attention()) == {"last"}
+
+
+def test_layers_that_do_not_run_are_heads_if_nothing_reads_them():
+    class Stopping(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.middle, self.aux, self.fc = (nn.Linear(8, n) for n in (8, 8, 3, 2))
+
+        def forward(self, x):
+            return self.fc(self.body(x))
+
+    assert find_heads(Stopping()) == {"aux", "fc"}
 
 
 def test_where_tracing_fails_the_last_registered_layer_counts():

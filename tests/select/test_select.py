@@ -1,4 +1,5 @@
 import copy
+import re
 import warnings
 
 import pytest
@@ -43,7 +44,7 @@ def test_every_layer_has_a_decision_and_a_reason():
         "3": "grouped (4 groups) convolution (also='3' masks within each group)",
         "4": "along input channels",
         "6": "along input channels",
-        "8": "classifier head (also='8' masks it)",
+        "8": "output head (also='8' masks it)",
     }
     assert masked(small()) == ["4", "6"]
 
@@ -103,6 +104,24 @@ def test_exclude_wins_over_also_and_also_over_include():
     assert masked(small(), also="8", exclude="8") == ["4", "6"]
     assert reasons(small(), include="4")["6"] == "not in include"
     assert reasons(small(), exclude="4")["4"] == "in exclude"
+
+
+@pytest.mark.parametrize("option", ["include", "exclude", "also", "kinds"])
+@pytest.mark.parametrize("value", [5, ["0", 5], {"0": "2:4"}, True])
+def test_names_that_are_no_strings_are_refused(option, value):
+    says = f"{option} must be a string or a list of strings, got {value!r}"
+    with pytest.raises(OptionError, match=re.escape(says)):
+        select(small(), **{option: value})
+
+
+def test_a_pattern_for_layers_that_are_not_named_by_strings_is_refused():
+    with pytest.raises(OptionError, match="keys of pattern must be names or globs of layers, got 5"):
+        select(small(), {5: "2:4"})
+
+
+def test_names_may_be_given_as_a_set_and_one_kind_as_a_string():
+    assert masked(small(), include={"4", "6"}) == ["4", "6"]
+    assert masked(small(), kinds="linear") == masked(small(), kinds=["linear"]) == ["6"]
 
 
 @pytest.mark.parametrize("option", ["include", "exclude", "also"])

@@ -65,5 +65,5 @@ def test_an_unknown_split_lists_those_that_exist():
 
 def test_without_scikit_learn_the_error_says_how_to_install_it(monkeypatch):
     monkeypatch.setitem(sys.modules, "sklearn.datasets", None)
-    with pytest.raises(SourceError, match=r"pip install 'halve\[demo\]'"):
+    with pytest.raises(SourceError, match=r"pip install 'halve\[digits\]'"):
         digits("test")

@@ -158,6 +158,13 @@ def test_a_class_in_a_file_is_instantiated_and_can_be_pickled_and_copied(tmp_pat
     assert type(pickle.loads(pickle.dumps(model))) is type(copy.deepcopy(model)) is type(model)
 
 
+def test_a_wrapped_model_is_unwrapped_so_that_plain_checkpoints_fit(tmp_path):
+    text = "from torch import nn\ndef net(): return nn.DataParallel(nn.Sequential(nn.Linear(4, 2)))\n"
+    save_state(nn.Sequential(nn.Linear(4, 2)).state_dict(), tmp_path / "plain.safetensors")
+    source = load_model(f"{written(tmp_path, text)}:net", tmp_path / "plain.safetensors")
+    assert type(source.model) is nn.Sequential
+
+
 def test_a_file_that_does_not_exist_is_named(tmp_path):
     with pytest.raises(SourceError, match=r"no such file .*nothing\.py"):
         load_model(f"{tmp_path}/nothing.py:net")

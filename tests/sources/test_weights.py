@@ -74,6 +74,40 @@ def test_the_module_prefix_of_data_parallel_is_removed(tmp_path):
     assert same_state(model.state_dict(), state)
 
 
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        nn.DataParallel,
+        torch.compile,
+        lambda model: torch.compile(nn.DataParallel(model)),
+        lambda model: nn.DataParallel(torch.compile(model)),
+    ],
+    ids=["DataParallel", "compile", "compile of DataParallel", "DataParallel of compile"],
+)
+def test_checkpoints_of_wrapped_models_load_into_the_plain_one(tmp_path, wrap):
+    trained, model = (
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
+        nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)),
+    )
+    torch.save(wrap(trained).state_dict(), tmp_path / "wrapped.pth")
+    load_weights_(model, tmp_path / "wrapped.pth")
+    assert same_bits(model[0].weight, trained[0].weight)
+
+
+def test_checkpoints_of_models_with_wrapped_parts_load_into_the_plain_one(tmp_path):
+    trained, model = (nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 2)) for _ in range(2))
+    trained[0], trained[1] = nn.DataParallel(trained[0]), torch.compile(trained[1])
+    torch.save(trained.state_dict(), tmp_path / "parts.pth")
+    load_weights_(model, tmp_path / "parts.pth")
+    assert same_bits(model[1].weight, trained[1]._orig_mod.weight)
+
+
+def test_a_layer_of_the_model_that_is_called_module_keeps_its_name(tmp_path):
+    model = nn.ModuleDict({"module": nn.Linear(4, 2)})
+    save_state(model.state_dict(), tmp_path / "own.safetensors")
+    load_weights_(model, tmp_path / "own.safetensors")
+
+
 def test_a_prefix_that_not_every_name_has_stays(tmp_path):
     torch.save({"module.a": torch.zeros(1), "b": torch.zeros(1)}, tmp_path / "some.pth")
     assert set(load_state(tmp_path / "some.pth")) == {"module.a", "b"}

@@ -12,7 +12,7 @@ import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from halve.batches import Progress
+from halve.batches import Progress, check_readable, tracked
 from halve.bench.energy import energy_meter
 from halve.bench.rounds import burst_timer, energy_mj, interleaved
 from halve.bench.systems import SYSTEMS, Case, Prepared, weight_bytes
@@ -24,8 +24,9 @@ from halve.engine.plan import Entry
 from halve.errors import EngineError, OptionError, first_line
 from halve.masks.apply import OnChanged, apply
 from halve.masks.mask import MaskSet
-from halve.modules import convert_
+from halve.modules import convert_, unwrapped
 from halve.outputs import relative_error
+from halve.process_state import preserved_process_state
 
 _TOLERANCE = 0.2  # relative error of outputs: far above rounding in half precision, far below a wrong network
 _LONGEST_ERROR = 300  # characters
@@ -55,6 +56,7 @@ class Measurement:
         return None if self.median_ms is None else 1e3 * self.batch / self.median_ms
 
 
+@preserved_process_state()
 def bench(
     model: nn.Module,
     masks: MaskSet,
@@ -65,7 +67,7 @@ def bench(
     systems: Iterable[str] = tuple(SYSTEMS),
     seconds: float = 0.5,
     on_changed: OnChanged = "warn",
-    progress: Progress | None = None,
+    progress: Progress = True,
 ) -> list[Measurement]:
     """Measure latency, memory and energy of the masked model in several systems.
 
@@ -94,7 +96,7 @@ def bench(
         systems: names from the list above. Default: all.
         seconds: time spent on each system at each batch size, not counting compilation.
         on_changed: what to do if the weights are not those the masks were made for: "warn", "error" or "ignore".
-        progress: wraps iterables to report progress: called as `progress(items, description)`.
+        progress: show progress in terminals and notebooks, or a function such as `tqdm.tqdm` that wraps loops.
 
     Returns:
         One `Measurement` per batch size and system, in the order given.
@@ -113,6 +115,7 @@ def bench(
     >>> [(one.system, one.median_ms is not None, one.error) for one in found]
     [('eager', True, None), ('halve', True, None), ('best_dense', False, 'needs a CUDA GPU')]
     """
+    model = unwrapped(model)
     names, sizes = list(dict.fromkeys(systems)), list(dict.fromkeys(batch_sizes))
     inputs = example if isinstance(example, tuple) else (example,)
     _check_options(names, sizes, seconds, inputs)
@@ -124,7 +127,7 @@ def bench(
     def compiled() -> Compiled:
         if not fast:
             first = _batch_of(inputs, sizes[0], dtype, _NHWC)
-            fast.append(compile(model, masks, first, dtype=dtype, on_changed="ignore"))
+            fast.append(compile(model, masks, first, dtype=dtype, on_changed="ignore", progress=False))
         return fast[0]
 
     found = []
@@ -149,6 +152,9 @@ def _check_options(systems: list[str], batch_sizes: list[int], seconds: float, i
             raise OptionError(f"batch_sizes must be positive integers, got {size!r}")
     if not seconds > 0:
         raise OptionError(f"seconds must be positive, got {seconds!r}")
+    for x in inputs:
+        if isinstance(x, Tensor):
+            check_readable(x)
     if not inputs or not all(isinstance(x, Tensor) and x.dim() and len(x) for x in inputs):
         raise OptionError("example must be a tensor of images, or a tuple of tensors, as the model takes them")
 
@@ -169,7 +175,7 @@ def _to_channels_last_(masked: nn.Module, inputs: tuple[Tensor, ...], dtype: tor
     return torch.contiguous_format
 
 
-def _measure_batch(case: Case, names: list[str], seconds: float, progress: Progress | None) -> list[Measurement]:
+def _measure_batch(case: Case, names: list[str], seconds: float, progress: Progress) -> list[Measurement]:
     """Measure all systems on one batch."""
     batch, device = case.batch, case.inputs[0].device
     results: dict[str, dict[str, Any]] = {name: {} for name in names}
@@ -178,7 +184,7 @@ def _measure_batch(case: Case, names: list[str], seconds: float, progress: Progr
         expected = _outputs(case.masked(*case.inputs))
     except Exception:  # the eager system reports the error
         expected = None
-    for name in progress(names, f"batch {batch}: preparing") if progress else names:
+    for name in tracked(names, progress, f"batch {batch}: preparing"):
         try:
             prepared[name], results[name]["memory_bytes"] = _prepare(name, case, expected)
             results[name] |= {"note": prepared[name].note, "plan": prepared[name].plan}

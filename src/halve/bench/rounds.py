@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 
 import torch
 
-from halve.batches import Progress
+from halve.batches import Progress, tracked
 from halve.bench.energy import Meter
 
 Call = Callable[[], object]
@@ -71,7 +71,7 @@ def interleaved(
     rounds = max(MIN_ROUNDS, min(MAX_ROUNDS, int(1e3 * seconds / slowest)))
     counts = {name: max(1, min(_MAX_BURST, round(1e3 * seconds / rounds / ms))) for name, ms in estimates.items()}
     generator = random.Random(0)
-    for _ in progress(range(rounds), what) if progress else range(rounds):
+    for _ in tracked(range(rounds), progress, what):
         for name in generator.sample(list(counts), len(counts)):
             if name in failed:
                 continue

@@ -1,46 +1,99 @@
 """Measure a masked model's accuracy, and its agreement with the dense model."""
 
-import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
 
-from halve.agreement import Agreement, compare
-from halve.batches import Forward, Progress, iterate, labels_of, run
-from halve.errors import DataError, ModelError, OptionError
+from halve.batches import Forward, Progress, is_detections, iterate, main_output, pixel_labels_of, result_of
+from halve.check.classification import ClassificationCount
+from halve.check.detection import DetectionCount
+from halve.check.outputs import detections_of, tensor_of
+from halve.check.regression import RegressionCount
+from halve.check.segmentation import SegmentationCount
+from halve.errors import ModelError, OptionError, listed
 from halve.masks.apply import OnChanged, apply, check_dense
 from halve.masks.mask import MaskSet
-from halve.modules import check_initialised, clone
+from halve.modules import check_initialised, clone, unwrapped
+from halve.process_state import preserved_process_state
 
-_TOP = 5
+Task = Literal["classification", "segmentation", "detection", "regression"]
+FIELDS: dict[Task, tuple[str, ...]] = {  # what is measured of each task
+    "classification": ("images", "outputs", "top1", "top5", "agreement", "kl", "dense_top1", "dense_top5"),
+    "segmentation": (
+        *("images", "outputs", "top1", "miou", "agreement", "miou_to_dense", "kl", "dense_top1", "dense_miou"),
+    ),
+    "detection": ("images", "boxes", "dense_boxes", "agreement", "precision", "recall"),
+    "regression": ("images", "output_error"),
+}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Evaluation:
-    """Results; shares are from 0 to 1, and None without labels, without a dense model, or (top-5) under 5 classes."""
+    """Results; shares are from 0 to 1. What the task does not have, or needs labels or a dense model for, is None.
+
+    Args:
+        images: Number of images.
+        outputs: Classes of the model.
+        top1: Share of images, or pixels, whose class is right.
+        top5: Share of images whose class is among the five with the highest scores; None under 5 classes.
+        agreement: Share of images or pixels with the dense model's class; of the boxes of both models, the share with a
+            partner in the other model.
+        kl: Mean KL divergence from the dense model's outputs, per image or pixel, in nats.
+        dense_top1: `top1` of the dense model.
+        dense_top5: `top5` of the dense model.
+        task: What the outputs are.
+        miou: Mean intersection over union with the labels, over all classes that occur.
+        dense_miou: `miou` of the dense model.
+        miou_to_dense: Mean intersection over union with the dense model's classes.
+        boxes: Number of boxes that the model returned.
+        dense_boxes: Number of boxes that the dense model returned.
+        precision: Share of the model's boxes that have a partner among the dense model's.
+        recall: Share of the dense model's boxes that have a partner among the model's.
+        output_error: Norm of the difference to the dense model's outputs, relative to the norm of those.
+    """
 
     images: int
-    outputs: int  # classes of the model
+    outputs: int | None = None
     top1: float | None = None
     top5: float | None = None
-    agreement: float | None = None  # share of images with the dense model's top-1 class
-    kl: float | None = None  # mean KL divergence from the dense model's outputs, in nats
+    agreement: float | None = None
+    kl: float | None = None
     dense_top1: float | None = None
     dense_top5: float | None = None
+    task: Task = "classification"
+    miou: float | None = None
+    dense_miou: float | None = None
+    miou_to_dense: float | None = None
+    boxes: int | None = None
+    dense_boxes: int | None = None
+    precision: float | None = None
+    recall: float | None = None
+    output_error: float | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """What is measured of the task, as plain values."""
+        return {"task": self.task, **{name: getattr(self, name) for name in FIELDS[self.task]}}
+
+    def __repr__(self) -> str:
+        known = {name: value for name, value in self.as_json().items() if value is not None}
+        return f"Evaluation({', '.join(f'{name}={value!r}' for name, value in known.items())})"
 
 
+@preserved_process_state()
 def evaluate(
     model: nn.Module,
     masks: MaskSet | None,
     data: Any,
     *,
     dense: nn.Module | None = None,
+    task: Task | None = None,
     classes: Sequence[int] | None = None,
+    min_score: float = 0.0,
     forward: Forward | None = None,
-    progress: Progress | None = None,
+    progress: Progress = True,
     on_changed: OnChanged = "warn",
 ) -> Evaluation:
     """Measure a model's accuracy, and its agreement with the dense model.
@@ -50,10 +103,15 @@ def evaluate(
         masks: Masks to apply; None evaluates the model itself.
         data: Batches of images. Accuracy needs labels, agreement does not.
         dense: Without masks, the model to compare with. With masks that is `model`.
+        task: What the outputs are: "classification", class scores (images, classes); "segmentation", class scores of
+            pixels (images, classes, height, width); "detection", boxes as torchvision's detectors return them;
+            "regression", anything else. By default it is told from the first outputs if there is no doubt.
         classes: For data with only some of the model's classes, the model's output for each label. All outputs still
             compete.
+        min_score: For detection, the lowest score of boxes that count. Default: 0.0.
         forward: `forward(model, batch)` runs the model on an unusual batch.
-        progress: Progress display, such as `tqdm.tqdm` or `rich.progress.track`.
+        progress: Show progress in terminals and notebooks, or a function such as `tqdm.tqdm` that wraps loops.
+            Default: True.
         on_changed: What to do if the weights are not those the masks were made for: "warn" (default), "error" or
             "ignore".
 
@@ -65,6 +123,8 @@ def evaluate(
     >>> result.agreement, result.top1 == result.dense_top1
     (1.0, True)
     """
+    model = unwrapped(model)
+    _check_options(task, min_score)
     check_initialised(model)
     if masks is not None:
         if dense is not None:
@@ -73,95 +133,62 @@ def evaluate(
         dense, subject = model, apply(model, masks, on_changed=on_changed).eval()
     else:
         subject = clone(model).eval()
-    reference = None if dense is None else clone(dense).eval()
-    count = _Count()
+    reference = None if dense is None else clone(unwrapped(dense)).eval()
+    count = None
     with torch.no_grad():
         for index, batch in enumerate(iterate(data, progress, "images")):
-            output = _finite(run(subject, batch, forward), index, "masked " if masks is not None else "")
-            against = None if reference is None else _finite(run(reference, batch, forward), index, "dense ")
-            if against is not None and against.shape != output.shape:
-                raise ModelError(f"the model has {output.shape[1]} outputs, but the dense model {against.shape[1]}")
-            count.add(output, against, _targets(_labels(batch, forward), classes, output, index))
-    return count.result()
+            result = result_of(subject, batch, forward)
+            task = task or _task_of(result, batch, type(model).__name__)
+            count = count or _count_of(task, classes, min_score, forward)
+            read: Callable[..., Any] = detections_of if task == "detection" else tensor_of
+            output, against = read(result, index, "masked " if masks is not None else ""), None
+            if reference is not None:
+                against = read(result_of(reference, batch, forward), index, "dense ")
+                _check_same_shape(output, against)
+            count.add(output, against, batch, index)
+    assert count is not None  # `iterate` raises if there are no batches
+    assert task is not None
+    return Evaluation(task=task, **count.shares())
 
 
-class _Count:
-    def __init__(self) -> None:
-        self.images = self.labelled = self.outputs = 0
-        self.hits = {"top1": 0, "top5": 0, "dense_top1": 0, "dense_top5": 0}
-        self.agreement = Agreement()
-
-    def add(self, output: Tensor, against: Tensor | None, target: Tensor | None) -> None:
-        self.images += len(output)
-        self.outputs = output.shape[1]
-        if target is not None:
-            self.labelled += len(output)
-            self._hit("", output, target)
-            if against is not None:
-                self._hit("dense_", against, target)
-        if against is not None:
-            self.agreement += compare(output, against)
-
-    def _hit(self, prefix: str, output: Tensor, target: Tensor) -> None:
-        best = output.topk(min(_TOP, output.shape[1])).indices == target.to(output.device)[:, None]
-        self.hits[f"{prefix}top1"] += int(best[:, 0].sum())
-        self.hits[f"{prefix}top5"] += int(best.sum())
-
-    def result(self) -> Evaluation:
-        if self.labelled not in (0, self.images):
-            raise DataError(f"only {self.labelled} of {self.images} images have labels: label all of them or none")
-        compared = self.agreement.images > 0
-        shares: dict[str, float] = {}
-        for name, hits in self.hits.items():
-            known = self.labelled and (compared or not name.startswith("dense_"))
-            if known and not (name.endswith("top5") and self.outputs < _TOP):
-                shares[name] = hits / self.labelled
-        if compared:
-            shares |= {"agreement": self.agreement.share, "kl": self.agreement.kl}
-        return Evaluation(self.images, self.outputs, **shares)
+def _check_same_shape(output: Any, against: Any) -> None:
+    shapes = [tuple(one.shape) if isinstance(one, Tensor) else (len(one),) for one in (output, against)]
+    if shapes[0] != shapes[1]:
+        raise ModelError(f"the model returned outputs of shape {shapes[0]}, but the dense model {shapes[1]}")
 
 
-def _finite(output: Tensor, index: int, which: str) -> Tensor:
-    if output.dim() != 2:
-        raise ModelError(
-            f"evaluate needs one row of class scores per image, but the model returned shape {tuple(output.shape)}; "
-            f"pass forward= to select or reduce its outputs"
-        )
-    if not bool(output.isfinite().all()):
-        raise DataError(
-            f"the {which}model returned NaN or infinity for batch {index}: check the images and the weights"
-        )
-    return output.float()
+def _check_options(task: Any, min_score: Any) -> None:
+    if task is not None and task not in get_args(Task):
+        raise OptionError(f"task must be one of {listed(get_args(Task))}, got {task!r}")
+    if not isinstance(min_score, int | float) or not 0 <= min_score <= 1:
+        raise OptionError(f"min_score must be between 0 and 1, got {min_score!r}")
 
 
-def _labels(batch: Any, forward: Forward | None) -> Tensor | None:
-    try:
-        return labels_of(batch)
-    except DataError:
-        if forward is None:
-            raise
-        return None  # in an unusual batch, what looks like labels may be something else
+def _task_of(result: Any, batch: Any, model: str) -> Task:
+    """What the outputs of a model are, if there is no doubt."""
+    if is_detections(result):
+        return "detection"
+    output = main_output(result)
+    if output.is_floating_point() and output.dim() == 2 and output.shape[1] > 1:
+        return "classification"
+    if output.is_floating_point() and output.dim() == 4 and output.shape[1] > 1:
+        named = isinstance(result, Mapping) and isinstance(result.get("out"), Tensor)  # as in torchvision
+        if named or pixel_labels_of(batch) is not None:
+            return "segmentation"
+    raise ModelError(
+        f"{model} returned {output.dtype} outputs of shape {tuple(output.shape)}, which may not be class scores; "
+        f"pass task='segmentation' for class scores of pixels, task='regression' for other numbers, or forward= to "
+        f"select or reduce them"
+    )
 
 
-def _targets(labels: Tensor | None, classes: Sequence[int] | None, output: Tensor, index: int) -> Tensor | None:
-    if labels is None:
-        return None
-    if len(labels) != len(output):
-        raise DataError(f"batch {index} has {len(labels)} labels for {len(output)} outputs")
-    low, high = (int(labels.min()), int(labels.max())) if len(labels) else (0, 0)
-    allowed = output.shape[1] if classes is None else len(classes)
-    if low < 0 or high >= allowed:
-        what = f"the classifier has {allowed} outputs" if classes is None else f"classes= lists {allowed}"
-        raise DataError(
-            f"batch {index} has labels from {low} to {high}, but {what}; "
-            f"classes= maps the data's labels to the classifier's outputs"
-        )
-    if classes is None:
-        return labels
-    try:
-        outputs = torch.tensor([operator.index(output) for output in classes], dtype=torch.long)
-    except TypeError as error:
-        raise OptionError(f"classes= must list integers, the classifier's outputs: {error}") from error
-    if len(outputs) and not 0 <= int(outputs.min()) <= int(outputs.max()) < output.shape[1]:
-        raise OptionError(f"classes= must list outputs from 0 to {output.shape[1] - 1}")
-    return outputs[labels.cpu()]
+def _count_of(
+    task: Task, classes: Sequence[int] | None, min_score: float, forward: Forward | None
+) -> ClassificationCount | SegmentationCount | DetectionCount | RegressionCount:
+    if task == "classification":
+        return ClassificationCount(classes, forward)
+    if classes is not None:
+        raise OptionError(f"classes= is for class scores of images, and cannot be combined with task={task!r}")
+    if task == "segmentation":
+        return SegmentationCount()
+    return DetectionCount(min_score) if task == "detection" else RegressionCount()

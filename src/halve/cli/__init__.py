@@ -9,11 +9,15 @@ from halve.errors import HalveError
 
 
 def main() -> None:
-    """Run the command line. Exit codes: 0 success, 1 a check failed, 2 bad input or usage, 130 interrupted."""
+    """Run the command line. Exit codes: 0 success, 1 a check failed, 2 bad input or usage, 130 interrupted.
+
+    `verify` also has 3 (not applied) and 4 (unknown), `learn` 5 (the masks agree less than --min-agreement asks for).
+    """
     from halve.cli.app import app
-    from halve.cli.show import fail, note
 
     def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
+        from halve.cli.show import note
+
         note(f"warning: {message}")
 
     warnings.showwarning = show
@@ -23,5 +27,7 @@ def main() -> None:
     try:
         app()
     except HalveError as error:
+        from halve.cli.show import fail
+
         fail(str(error))
         sys.exit(2)

@@ -1,39 +1,76 @@
-"""The commands of the command line. A new one is a function in a file of this folder, and a line in `COMMANDS`."""
+"""The commands of the command line. A new one is a function in a file of this folder, and a line in `COMMANDS`.
 
-from typing import Annotated
+A command is imported when it is used, and listed by its docstring without importing it: importing PyTorch takes
+seconds.
+"""
+
+import ast
+import functools
+import importlib
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
-from halve.cli import bench, compile, demo, evaluate, learn, masks, prune, select, show, verify
 from halve.version import VERSION
 
-COMMANDS = (
-    demo.demo,
-    select.select,
-    prune.prune,
-    learn.learn,
-    masks.apply,
-    verify.verify,
-    evaluate.evaluate,
-    compile.compile,
-    bench.bench,
-    masks.inspect,
-    masks.pack,
-    masks.unpack,
-)
+COMMANDS = {  # and the files that they are in
+    "demo": "demo",
+    "select": "select",
+    "prune": "prune",
+    "learn": "learn",
+    "recalibrate": "recalibrate",
+    "apply": "masks",
+    "verify": "verify",
+    "evaluate": "evaluate",
+    "compile": "compile",
+    "bench": "bench",
+    "inspect": "masks",
+    "pack": "masks",
+    "unpack": "masks",
+}
+
+
+class _Commands(TyperGroup):
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return command(cmd_name) if cmd_name in COMMANDS else None
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        with formatter.section("Commands"):  # not cut off, unlike click's
+            formatter.write_dl([(name, _summary(name)) for name in COMMANDS])
+
+
+@functools.cache
+def command(name: str) -> Any:
+    """Import a command."""
+    function = getattr(importlib.import_module(f"halve.cli.{COMMANDS[name]}"), name)
+    single = typer.Typer(rich_markup_mode=None)
+    single.command(name)(function)
+    return typer.main.get_group(single).commands[name]
+
+
+def _summary(name: str) -> str:
+    """The first line of a command's docstring."""
+    source = Path(__file__).with_name(f"{COMMANDS[name]}.py").read_text(encoding="utf-8")
+    found = [node for node in ast.parse(source).body if isinstance(node, ast.FunctionDef) and node.name == name]
+    return (ast.get_docstring(found[0]) or "").partition("\n")[0]
+
 
 app = typer.Typer(
     name="halve",
+    cls=_Commands,
     help="2:4 sparsity for trained convolutional networks: choose which half of the weights to keep, stored as masks "
     "beside the unchanged checkpoint. Start with 'halve demo'.",
     no_args_is_help=True,
     pretty_exceptions_show_locals=False,
     rich_markup_mode=None,
-    epilog="Exit codes: 0 success, 1 a check failed, 2 bad input, 130 interrupted.",
+    epilog="Exit codes: 0 success, 1 a check failed, 2 bad input, 130 interrupted; verify: 3 not applied, 4 unknown; "
+    "learn: 5 below --min-agreement.",
 )
 
-for command in COMMANDS:
-    app.command()(command)
+for name in COMMANDS:
+    app.command(name)(lambda: None)  # a name to suggest for a misspelt one; `get_command` returns the command
 
 
 def _version(wanted: bool) -> None:
@@ -49,8 +86,3 @@ def _options(
     ] = False,
 ) -> None:
     pass
-
-
-show.know_options(
-    flag for command in typer.main.get_group(app).commands.values() for option in command.params for flag in option.opts
-)

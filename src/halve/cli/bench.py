@@ -60,7 +60,7 @@ def bench(
     computed = wanted or (torch.float16 if on_gpu else torch.float32)
     found = halve.bench(
         opened.model,
-        halve.prune(opened.model) if masks is None else halve.load(masks),
+        halve.prune(opened.model, progress=False) if masks is None else halve.load(masks),
         opened.example(),
         batch_sizes=batch or (ON_GPU if on_gpu else ON_CPU),
         dtype=computed,

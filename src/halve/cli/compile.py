@@ -9,7 +9,7 @@ import typer
 
 import halve
 from halve.cli import options as o
-from halve.cli import show
+from halve.cli import progress, show
 from halve.cli.output import COMPILED, Output, reads
 from halve.engine.plan import COLUMNS, Entry
 
@@ -38,7 +38,7 @@ def compile(
     The compiled network takes any batch size. Inputs must have the dtype and image size that was compiled for.
 
     \b
-    halve compile torchvision:resnet50 --masks masks.safetensors --batch 1 --batch 32 --out resnet50.pt2
+    halve compile torchvision:resnet50 --masks masks.safetensors --batch 1 --batch 32 --out fast.compiled.safetensors
     """
     output = Output.open(context, out, COMPILED, reads(MODEL=model, weights=weights, masks=masks), force)
     wanted = o.type_of(dtype)
@@ -54,8 +54,9 @@ def compile(
         batch_sizes=sizes[1:],
         any_size=any_size,
         on_changed=on_changed,  # type: ignore[arg-type]
+        progress=progress.track,
     )
-    path = output.write(fast.save)
+    path = output.write(lambda to: fast.save(to, force=force))
     if json:
         show.as_json({"file": str(path), "bytes": path.stat().st_size, "plan": fast.plan.as_json()})
         return

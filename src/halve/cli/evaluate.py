@@ -1,19 +1,34 @@
 """halve evaluate."""
 
-from dataclasses import asdict
+from collections.abc import Callable
+from typing import Annotated, get_args
+
+import typer
 
 import halve
-from halve.check.evaluate import Evaluation
+from halve.check.evaluate import Evaluation, Task
 from halve.cli import options as o
 from halve.cli import progress, show
 from halve.errors import DataError
 
 
+def _number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.4f}"
+
+
+def _count(value: float | None) -> str:
+    return "-" if value is None else f"{value:,.0f}"
+
+
 def evaluate(
     model: o.Model,
     data: o.DataPath,
-    masks: o.OptionalMasks = None,
+    masks: o.MaskFiles = None,
     weights: o.Weights = None,
+    task: Annotated[
+        str | None, typer.Option(help=f"What the outputs are: {', '.join(get_args(Task))} (default: told from them).")
+    ] = None,
+    min_score: Annotated[float, typer.Option(min=0, max=1, help="The lowest score of boxes that count.")] = 0.0,
     classes: o.Classes = None,
     images: o.Images = None,
     batch: o.Batch = 64,
@@ -28,40 +43,81 @@ def evaluate(
 ) -> None:
     """Measure accuracy and, with masks, agreement with the dense model.
 
+    Several mask files are compared in one table.
+
     \b
     halve evaluate zoo.py:net --weights net.safetensors --masks net.masks.safetensors --data photos/
     """
     opened = o.open_model(model, weights, device, size, resize, mean, std)
-    source = opened.data(data, batch=batch, workers=workers, limit=images, classes_file=classes)
-    result = halve.evaluate(
-        opened.model,
-        halve.load(masks) if masks is not None else None,
-        source.loader,
-        classes=source.classes,
-        progress=progress.track,
-        on_changed=on_changed,  # type: ignore[arg-type]
-    )
-    if result.top1 is None and result.agreement is None:
+    lists = {"lists": True} if task == "detection" else {}
+    source = opened.data(data, batch=batch, workers=workers, limit=images, classes_file=classes, **lists)
+    # all of them, before anything takes long
+    read: dict[str, halve.MaskSet | None] = {str(path): halve.load(path) for path in masks or ()}
+    results = {
+        name: halve.evaluate(
+            opened.model,
+            one,
+            source.loader,
+            task=task,  # type: ignore[arg-type]
+            classes=source.classes,
+            min_score=min_score,
+            progress=progress.track,
+            on_changed=on_changed,  # type: ignore[arg-type]
+        )
+        for name, one in (read or {"model": None}).items()
+    }
+    result = next(iter(results.values()))
+    if not read and result.top1 is None:
         raise DataError(f"nothing to measure: {data} has no labels, and there are no --masks to compare")
-    if source.classes is None and 0 < len(source.class_names) < result.outputs:
+    of_images = result.task == "classification" and result.outputs is not None
+    if of_images and source.classes is None and 0 < len(source.class_names) < (result.outputs or 0):
         show.note(
             f"note: {data} has {len(source.class_names)} classes, the model {result.outputs} outputs; "
             f"class i counts as output i, unless --classes FILE maps them"
         )
     if json:
-        show.as_json(asdict(result))
+        listed = [{"masks": name} | one.as_json() for name, one in results.items()]
+        show.as_json(listed if len(listed) > 1 else result.as_json())
         return
-    rows = [row_of("dense", result, dense=True)] if masks is not None else []
+    if result.task == "detection" and result.boxes == result.dense_boxes == 0:
+        show.note("note: neither network returned a box" + (f" with a score of {min_score} or more" * (min_score > 0)))
+    rows = [row_of("dense", result, dense=True)] if read else []
     show.table(
         f"{model} on {data}, {result.images:,} images",
-        ("", ">top-1", ">top-5", ">agreement", ">mean KL"),
-        [*rows, row_of("masked" if masks is not None else "model", result)],
+        ("", *(f">{column}" for column in COLUMNS[result.task])),
+        [*rows, *(row_of("masked" if len(read) == 1 else name, one) for name, one in results.items())],
     )
 
 
+# The columns of each task: the field of an `Evaluation`, and how it is shown.
+COLUMNS: dict[str, dict[str, tuple[str, Callable[[float | None], str]]]] = {
+    "classification": {
+        "top-1": ("top1", show.percent),
+        "top-5": ("top5", show.percent),
+        "agreement": ("agreement", show.percent),
+        "mean KL": ("kl", _number),
+    },
+    "segmentation": {
+        "pixel accuracy": ("top1", show.percent),
+        "mIoU": ("miou", show.percent),
+        "agreement": ("agreement", show.percent),
+        "mIoU to dense": ("miou_to_dense", show.percent),
+        "mean KL": ("kl", _number),
+    },
+    "detection": {
+        "boxes": ("boxes", _count),
+        "agreement": ("agreement", show.percent),
+        "precision": ("precision", show.percent),
+        "recall": ("recall", show.percent),
+    },
+    "regression": {"output error": ("output_error", show.percent)},
+}
+
+
 def row_of(name: str, result: Evaluation, dense: bool = False) -> tuple[str, ...]:
-    """Return one row of an accuracy table."""
-    if dense:
-        return name, show.percent(result.dense_top1), show.percent(result.dense_top5), "", ""
-    kl = "-" if result.kl is None else f"{result.kl:.4f}"
-    return name, show.percent(result.top1), show.percent(result.top5), show.percent(result.agreement), kl
+    """Return one row of a table, with the columns of the task."""
+    cells = []
+    for field, shown in COLUMNS[result.task].values():
+        known = hasattr(result, f"dense_{field}")
+        cells.append("" if dense and not known else shown(getattr(result, f"dense_{field}" if dense else field)))
+    return name, *cells

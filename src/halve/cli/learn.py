@@ -11,11 +11,13 @@ from halve.cli import options as o
 from halve.cli import progress, show
 from halve.cli.output import LOG, MASKS, RUN_STATE, Output, is_first_rank, reads
 from halve.cli.signature import derived, with_options
-from halve.errors import FileError, HalveError, LearningError
+from halve.errors import DataError, FileError, HalveError, LearningError
+from halve.learn import held_back
 from halve.learn.run_state import SUFFIX as LEARNING_SUFFIX
 from halve.learn.settings import LearnOptions
 from halve.masks.file import SUFFIX
 from halve.select.select import SelectOptions
+from halve.sources.data import Data
 
 # Options of halve.learn that the command line does not have, and why.
 PYTHON_ONLY = {
@@ -24,12 +26,16 @@ PYTHON_ONLY = {
     "progress": "a function; the command shows its own progress",
     "example": "a batch; the command takes the first one of --data",
 }
+NO_VALIDATION = "none"
 PARTIAL_SUFFIX = f".partial{SUFFIX}"  # of masks from a run that failed
 _HINTS = typing.get_type_hints(halve.learn) | typing.get_type_hints(LearnOptions)
 _SHARED = {"model", "data", "seed", *SelectOptions.__annotations__}  # written below, as in other commands
 
+BELOW_AGREEMENT = 5  # exit code: masks were written, but agree less than --min-agreement asks for
+
 _NOTES = {
     "start": "Existing masks are named by their file.",
+    "validation": "Named as --data is; 'none' instead of False.",
     "run_state": f"Default: NAME{LEARNING_SUFFIX} beside --out.",
 }
 
@@ -44,6 +50,15 @@ def learn(
     recalibrate: Annotated[
         bool, typer.Option(help="Also measure BatchNorm statistics on --data, after learning.")
     ] = False,
+    min_agreement: Annotated[
+        float | None,
+        typer.Option(
+            min=0,
+            max=1,
+            help="Exit with code 5 if the masks agree with the dense network on less than this share of the validation "
+            "images, such as 0.9. The masks are written in any case.",
+        ),
+    ] = None,
     pattern: o.PatternOption = None,
     include: o.Include = None,
     exclude: o.Exclude = None,
@@ -76,7 +91,7 @@ def learn(
     state = given.pop("run_state") or path.with_name(path.name.removesuffix(SUFFIX) + LEARNING_SUFFIX)
     log = given["log"]
     inputs = reads(MODEL=model, weights=weights, data=data, classes=classes, drop_data=given["drop_data"])
-    inputs |= reads(start=given["start"])
+    inputs |= reads(start=given["start"], validation=given["validation"])
     output = Output.open(context, path, MASKS, inputs | reads(run_state=state, log=log), force)
     Output.open(context, state, RUN_STATE, inputs | reads(log=log), None, option="--run-state")
     if log is not None:
@@ -84,12 +99,17 @@ def learn(
     opened = o.open_model(model, weights, device, size, resize, mean, std)
     reading: dict[str, Any] = {"batch": batch, "workers": workers, "classes_file": classes, "relabel": True}
     source = opened.data(data, **reading, limit=images, shuffle=True, seed=seed)
+    if min_agreement is not None:
+        _check_validation(source, given["validation"])
 
     given |= {"include": include, "exclude": exclude, "also": also, "order": order, "remainder": remainder}
     given |= {"pattern": o.pattern_rules(pattern) if pattern else None, "kinds": kinds, "seed": seed}
     options = {name: value for name, value in given.items() if value not in (None, [])}  # the rest keeps its defaults
     if "drop_data" in options:
         options["drop_data"] = opened.data(options["drop_data"], **reading).loader
+    if "validation" in options:
+        none = options["validation"] == NO_VALIDATION
+        options["validation"] = False if none else opened.data(options["validation"], **reading).loader
     if Path(options.get("start", "")).is_file():
         options["start"] = halve.load(options["start"])
     try:
@@ -99,41 +119,76 @@ def learn(
             )
         interrupted = masks.recipe["ended"] == "interrupted"
         if recalibrate and not interrupted:
-            masks = _recalibrated(opened, masks, source.loader)
+            masks = _recalibrated(opened, masks, source.loader, options.get("validation"), seed)
     except LearningError as error:
         if not isinstance(error.masks, halve.MaskSet) or not is_first_rank():
             raise
         partial = path.with_name(path.name.removesuffix(SUFFIX) + PARTIAL_SUFFIX)
         try:
-            Output.open(context, partial, MASKS, inputs, force).write(error.masks.save)
+            learned = error.masks
+            Output.open(context, partial, MASKS, inputs, force).write(lambda path: learned.save(path, force=force))
         except FileError as again:
             raise LearningError(f"{error}; the masks learned so far were not saved: {again}", error.masks) from error
         unchanged = f"; {path} is unchanged" if path.exists() else ""
         saved = f"the masks learned so far were saved to {partial}{unchanged}"
         raise LearningError(f"{error}; {saved}", error.masks) from error
     if is_first_rank():
-        output.write(masks.with_recipe(source=opened.source.spec, weights=opened.source.weights, data=data).save)
+        finished = masks.with_recipe(source=opened.source.spec, weights=opened.source.weights, data=data)
+        output.write(lambda path: finished.save(path, force=force))
         if interrupted:
-            show.note(f"{path} holds the masks learned so far; the same command with --resume continues from {state}")
+            learned = masks.recipe["quality"].get("returned", "learned") == "learned"
+            held = "the masks learned so far" if learned else "one-shot masks, better than those learned so far"
+            show.note(f"{path} holds {held}; the same command with --resume continues from {state}")
         else:
             state.unlink(missing_ok=True)
             _show(masks, path, json)
     if interrupted:
         raise typer.Exit(130)
+    if min_agreement is not None:
+        _check_agreement(masks, min_agreement)
 
 
-def _recalibrated(opened: o.Opened, masks: halve.MaskSet, batches: Any) -> halve.MaskSet:
-    """The masks with recalibrated statistics; an error keeps those that were learned."""
+def _check_validation(source: Data, validation: str | None) -> None:
+    """Raise if there will be no images to measure agreement on."""
+    if validation == NO_VALIDATION or (validation is None and not held_back.count(source.images)):
+        raise DataError(
+            f"--min-agreement needs images to measure on: pass --validation, or --data with at least "
+            f"{held_back.TOO_FEW} images, got {source.images}"
+        )
+
+
+def _check_agreement(masks: halve.MaskSet, least: float) -> None:
+    """Exit with a code of its own if masks do not agree as much with the dense network as they should."""
+    agreement = masks.recipe["quality"].get("agreement")
+    if agreement is not None and agreement >= least:
+        return
+    if is_first_rank():
+        found = "is unknown: the outputs are not class scores" if agreement is None else f"is {show.percent(agreement)}"
+        show.fail(f"agreement with the dense network {found}; --min-agreement asks for {show.percent(least)}")
+    raise typer.Exit(BELOW_AGREEMENT)
+
+
+def _recalibrated(opened: o.Opened, masks: halve.MaskSet, batches: Any, validation: Any, seed: int) -> halve.MaskSet:
+    """The masks with recalibrated statistics, judged again; an error keeps those that were learned."""
+    quality, split = masks.recipe["quality"], None
+    if validation is None:
+        split = held_back.hold_back(batches, seed)  # the same images as before
     try:
-        return halve.recalibrate(opened.model, masks, batches, progress=progress.track)
+        result = halve.recalibrate(opened.model, masks, split.data if split else batches, progress=progress.track)
+        if quality.get("agreement") is None:
+            return result.with_recipe(quality={"unknown": "recalibrated since it was measured"})
+        images = split.held_back if split else held_back.chosen_from(validation, seed)
+        found = halve.evaluate(opened.model, result, held_back.first(images, quality["images"]))
     except HalveError as error:
         raise LearningError(f"{error}; the masks as learned are in the error's .masks", masks) from error
+    now = {"agreement": found.agreement, "kl": found.kl, "output_error": None, "recalibrated": True}
+    return result.with_recipe(quality=quality | now)
 
 
 def _show(masks: halve.MaskSet, path: Path, json: bool) -> None:
     recipe = masks.recipe
     if json:
-        keys = ("steps_done", "seconds", "ended", "permute", "not_permuted", "drop", "left_dense")
+        keys = ("quality", "steps_done", "seconds", "ended", "permute", "not_permuted", "drop", "left_dense")
         about = {key: recipe[key] for key in keys if recipe.get(key) is not None}
         show.as_json(show.described(masks, path) | about)
         return
@@ -141,7 +196,9 @@ def _show(masks: halve.MaskSet, path: Path, json: bool) -> None:
         show.permuted(recipe["permute"])
     elif recipe.get("not_permuted"):
         show.note(f"note: no channel orders: {recipe['not_permuted']}")
+    show.idle(masks)
     show.say(f"{show.saved(masks, path)}; {recipe['steps_done']} steps in {recipe['seconds']:.0f} s")
     if recipe.get("left_dense"):
         rows = [(name, f"{cost:.4f}") for name, cost in recipe["left_dense"].items()]
         show.table(f"left dense, for a drop of {show.percent(recipe['drop'])}", ("layer", ">cost (KL)"), rows)
+    show.quality(recipe)

@@ -85,6 +85,7 @@ def inspect(
         show.say(f"includes recalibrated statistics of {len(masks.statistics) // 2} BatchNorm layers")
     if masks.moves:
         show.say(f"includes channel orders: 'halve apply' moves the channels of {len(masks.moves)} tensors")
+    show.quality(masks.recipe)
     for key, value in masks.recipe.items():
         show.say(f"  {key}: {value if isinstance(value, str) else json_.dumps(value)}")
 
@@ -110,7 +111,12 @@ def pack(
     opened = o.open_model(model, weights, "cpu")
     read = halve.load(masks)
     path = output.write(
-        lambda path: halve.pack(opened.model, read, path, dtype=chosen, on_changed=on_changed)  # type: ignore[arg-type]
+        lambda path: halve.pack(
+            *(opened.model, read, path),
+            dtype=chosen,
+            on_changed=on_changed,  # type: ignore[arg-type]
+            force=force,
+        )
     )
     dense = sum(
         value.numel() * (chosen.itemsize if chosen and value.is_floating_point() else value.element_size())
@@ -142,7 +148,7 @@ def unpack(
     state, masks = halve.unpack(path)
     written = [output.write(lambda path: save_state(state, path, "halve unpack"))]
     if also is not None:
-        written.append(also.write(masks.save))
+        written.append(also.write(lambda path: masks.save(path, force=force)))
     if json:
         show.as_json({"files": [str(p) for p in written], "tensors": len(state), "layers": len(masks)})
         return

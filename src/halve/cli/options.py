@@ -9,6 +9,7 @@ import torch
 import typer
 
 from halve.cli.show import note
+from halve.detectors import takes_lists
 from halve.errors import OptionError, SourceError, first_line
 from halve.masks.file import SUFFIX
 from halve.select.select import SelectOptions
@@ -19,12 +20,21 @@ Model = Annotated[str, typer.Argument(metavar="MODEL", help=f"{FORMS}.")]
 Weights = Annotated[Path | None, typer.Option(help="Checkpoint for MODEL: .safetensors, .pth, or packed by halve.")]
 Masks = Annotated[Path, typer.Option(help="Mask file, as written by 'halve learn' or 'halve prune'.")]
 OptionalMasks = Annotated[Path | None, typer.Option(help="Mask file, as written by 'halve learn' or 'halve prune'.")]
-DataPath = Annotated[str, typer.Option("--data", help="Image folder, .tar, 'shard-{000..003}.tar', or 'digits'.")]
+MaskFiles = Annotated[
+    list[Path] | None,
+    typer.Option("--masks", help="Mask file, as written by 'halve learn' or 'halve prune'. Repeatable, to compare."),
+]
+DataPath = Annotated[
+    str, typer.Option("--data", help="Image folder, .tar, 'shard-{000..003}.tar', 'digits' or 'letters'.")
+]
 OptionalData = Annotated[
-    str | None, typer.Option("--data", help="Image folder, .tar, 'shard-{000..003}.tar', or 'digits'.")
+    str | None, typer.Option("--data", help="Image folder, .tar, 'shard-{000..003}.tar', 'digits' or 'letters'.")
 ]
 Out = Annotated[Path, typer.Option(help="File to write.")]
 OptionalOut = Annotated[Path | None, typer.Option(help="File to write; by default beside the checkpoint.")]
+OptionalMasksOut = Annotated[
+    Path | None, typer.Option(help="File to write (default: NAME.recalibrated.masks.safetensors beside --masks).")
+]
 Force = Annotated[
     bool,
     typer.Option(
@@ -114,6 +124,7 @@ class Opened:
         """Open images for the model."""
         if workers is None:
             workers = min(4, os.cpu_count() or 1) if self.device.type == "cuda" else 0
+        options = {"lists": takes_lists(self.model)} | options
         return load_data(where, self.preprocess, batch_size=batch, workers=workers, **options)
 
 
@@ -132,7 +143,8 @@ def open_model(
         note(f"note: {model} has random weights; name weights with '@', or pass --weights FILE")
     preprocess = source.preprocess
     if preprocess is None or any(option is not None for option in (size, resize, mean, std)):
-        preprocess = Preprocessing(size, resize, _numbers(mean, IMAGENET_MEAN), _numbers(std, IMAGENET_STD))
+        usual = ((0.0,) * 3, (1.0,) * 3) if takes_lists(source.model) else (IMAGENET_MEAN, IMAGENET_STD)
+        preprocess = Preprocessing(size, resize, _numbers(mean, usual[0]), _numbers(std, usual[1]))
     name = device
     if device == "auto":
         name = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if torch.cuda.is_available() else "cpu"

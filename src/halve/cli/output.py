@@ -4,7 +4,7 @@ A command opens its outputs before it does any work, in one line each, so that a
 
     output = Output.open(context, out, MASKS, reads(MODEL=model, weights=weights), force)
     ...
-    output.write(masks.save)
+    output.write(lambda path: masks.save(path, force=force))
 """
 
 import contextlib
@@ -17,7 +17,7 @@ from pathlib import Path
 
 import typer
 
-from halve.engine.saved import is_compiled
+from halve.engine.saved import file as compiled
 from halve.errors import DataError, FileError
 from halve.learn import run_state
 from halve.masks import file, packed, storage
@@ -29,6 +29,7 @@ try:
 except ImportError:  # Windows
     fcntl = None  # type: ignore[assignment]
 
+MADE_BY_DEMO = "made by 'halve demo'"  # in the first line of text files
 Inputs = Mapping[str, list[Path]]  # files and folders, by the option that names them
 
 
@@ -87,10 +88,16 @@ def _is_log(path: Path) -> bool:
     return isinstance(first, dict) and {"step", "loss"} <= first.keys()
 
 
-MASKS, PACKED, RUN_STATE = map(Kind.of, (file.FORMAT, packed.FORMAT, run_state.FORMAT))
-COMPILED = Kind("compiled network", is_compiled)
+def _is_of_demo(path: Path) -> bool:
+    with path.open("rb") as text:
+        return MADE_BY_DEMO.encode() in text.readline(1 << 10)
+
+
+MASKS, PACKED, RUN_STATE, COMPILED = map(Kind.of, (file.FORMAT, packed.FORMAT, run_state.FORMAT, compiled.FORMAT))
 SPARSE_CHECKPOINT = _checkpoint("halve apply", "halve unpack")
 DEMO_CHECKPOINT = _checkpoint("halve demo")
+DEMO_MODEL = Kind("model file of 'halve demo'", _is_of_demo)
+DEMO_PICTURE = Kind("picture of 'halve demo'", _is_of_demo)
 RESULTS = Kind("result of 'halve bench'", _is_results)
 LOG = Kind("log of 'halve learn'", _is_log, stream=True)
 

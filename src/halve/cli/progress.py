@@ -52,9 +52,7 @@ class Learning:
 
     def __call__(self, event: Estimate | Report) -> None:
         if isinstance(event, Estimate):
-            steps = "" if event.steps is None else f"{event.steps} steps, "
-            total = f"about {duration(event.seconds)} ({event.seconds_per_step:.2f} s per step)"
-            show.note(f"{steps}{total}, {show.size(event.peak_bytes)} of memory")
+            show.note(str(event))
             return
         if self._task is None:
             self._task = self._bar.add_task("learning", total=event.steps, report=event)
@@ -62,29 +60,9 @@ class Learning:
         if not show.ERR.is_terminal and (event.seconds - self._shown >= 20 or event.step == event.steps):
             self._shown = event.seconds
             of = "" if event.steps is None else f" of {event.steps}"
-            show.note(f"step {event.step}{of}: {standing(event)}")
+            show.note(f"step {event.step}{of}: {event}")
 
 
 class _Standing(ProgressColumn):
     def render(self, task: Task) -> Text:
-        return Text(standing(task.fields["report"]))
-
-
-def standing(report: Report) -> str:
-    """Describe the state of a run in one line."""
-    return (
-        f"loss {report.loss:.4f}, {duration(report.seconds_left)} left, changed {report.changed:.1%}, "
-        f"{report.images_per_s:.0f} images/s, entropy {report.entropy:.2f}"
-    )
-
-
-def duration(seconds: float) -> str:
-    """Format a duration.
-
-    >>> duration(8), duration(75), duration(4000)
-    ('8 s', '1 min 15 s', '1 h 6 min')
-    """
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    return f"{whole // 60} min {whole % 60} s" if whole < 3600 else f"{whole // 3600} h {whole % 3600 // 60} min"
+        return Text(str(task.fields["report"]))

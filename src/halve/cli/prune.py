@@ -70,11 +70,12 @@ def prune(
         progress=progress.track,
         **o.selection(pattern, include, exclude, also, order, remainder),
     ).with_recipe(source=opened.source.spec, weights=opened.source.weights, data=data)
-    output.write(masks.save)
+    output.write(lambda path: masks.save(path, force=force))
     permuted = masks.recipe["permute"]
     if json:
         show.as_json(show.described(masks, path) | ({"permute": permuted} if permuted else {}))
         return
     if permuted:
         show.permuted(permuted)
+    show.idle(masks)
     show.say(show.saved(masks, path))

@@ -1,5 +1,6 @@
 """Output for people and programs: tables and JSON on standard output, notes and errors on standard error."""
 
+import functools
 import json
 import re
 import sys
@@ -12,11 +13,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from halve.cli.app import COMMANDS, command
 from halve.errors import listed
 from halve.masks.mask import MaskSet
+from halve.select.select import NOT_RUN
 
 OUT, ERR = Console(), Console(stderr=True)
-_option_names: list[str] = []  # of all commands, as Python spells them
 # Control characters (escape sequences), formatting ones (bidirectional overrides), surrogates, other line breaks.
 _CONTROLS = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
@@ -55,25 +57,29 @@ def _escaped(character: str) -> str:
 def as_options(text: str) -> str:
     """Return a message of the library in the words of the command line.
 
-    >>> import halve.cli.app
-    >>> as_options("classifier head (also='fc' masks it); classes= maps labels, max_drop=0.01 or resume=True")
-    'classifier head (--also fc masks it); --classes maps labels, --max-drop 0.01 or --resume'
+    >>> as_options("output head (also='fc' masks it); classes= maps labels, max_drop=0.01 or resume=True")
+    'output head (--also fc masks it); --classes maps labels, --max-drop 0.01 or --resume'
+    >>> as_options("permute=False or validation=False")
+    '--no-permute or --validation none'
     """
-    if not _option_names:
-        return text
 
     def option(match: re.Match[str]) -> str:
         value = match["quoted"] or match["bare"] or ""
         name = f"--{match['name'].replace('_', '-')}"
+        if value == "False":
+            return f"--no-{name[2:]}" if f"no_{match['name']}" in _option_names() else f"{name} none"
         return name if value in ("", "True") else f"{name} {value}"
 
-    return re.sub(rf"\b(?P<name>{'|'.join(_option_names)})=(?:'(?P<quoted>[^']*)'|(?P<bare>[\w.-]+))?", option, text)
+    names = "|".join(sorted(_option_names(), key=len, reverse=True))  # longer names match first
+    return re.sub(rf"\b(?P<name>{names})=(?:'(?P<quoted>[^']*)'|(?P<bare>[\w.-]+))?", option, text)
 
 
-def know_options(flags: Iterable[str]) -> None:
-    """Say which options the commands have, so that messages can name them; app.py does, which imports the commands."""
-    names = {flag.removeprefix("--").replace("-", "_") for flag in flags if flag.startswith("--")}
-    _option_names[:] = sorted(names, key=len, reverse=True)  # longer names match first
+@functools.cache
+def _option_names() -> frozenset[str]:
+    """The names of the options of all commands, as Python spells them."""
+    options = [option for name in COMMANDS for option in command(name).params]
+    flags = {flag for option in options for flag in (*option.opts, *option.secondary_opts)}
+    return frozenset(flag.removeprefix("--").replace("-", "_") for flag in flags if flag.startswith("--"))
 
 
 def say(text: str) -> None:
@@ -116,7 +122,8 @@ def size(count: int) -> str:
 
 def described(masks: MaskSet, path: Path) -> dict[str, Any]:
     """Describe a mask file that was written, for JSON."""
-    return {"file": str(path), "layers": len(masks), "weights": masks.weights, "density": masks.density}
+    about = {"file": str(path), "layers": len(masks), "weights": masks.weights, "density": masks.density}
+    return about | {"not_masked": {name: as_options(why) for name, why in masks.recipe["not_masked"].items()}}
 
 
 def saved(masks: MaskSet, path: Path) -> str:
@@ -125,6 +132,12 @@ def saved(masks: MaskSet, path: Path) -> str:
         f"{path}: {len(masks)} layers, {masks.weights:,} weights, {percent(masks.density, 1)} kept, "
         f"{size(path.stat().st_size)} on disk"
     )
+
+
+def idle(masks: MaskSet) -> None:
+    """Print which layers are not masked since they never ran."""
+    if names := [name for name, reason in masks.recipe["not_masked"].items() if reason.startswith(NOT_RUN)]:
+        note(f"note: not masked, as they {NOT_RUN}: {listed(names)}; also= masks them")
 
 
 def permuted(summary: Mapping[str, Any]) -> None:
@@ -149,3 +162,31 @@ def permuted(summary: Mapping[str, Any]) -> None:
         count = len(summary["fixed"])
         who = "1 layer keeps its order," if count == 1 else f"{count} layers keep their order, such as"
         note(f"note: {who} {name}: {why}")
+
+
+def quality(recipe: Mapping[str, Any]) -> None:
+    """Print how far masks agree with the dense network, and the masks that they were compared with.
+
+    A recipe may come from a file that someone else wrote, and hold anything.
+    """
+    found = recipe.get("quality")
+    if not isinstance(found, Mapping):
+        return
+    if "unknown" in found:
+        say(f"agreement with the dense network: unknown ({found['unknown']})")
+        return
+    one_shot = found.get("one_shot")
+    by_score = f"one-shot, {one_shot.get('score')}" if isinstance(one_shot, Mapping) else "one-shot"
+    learned = found.get("returned") == "learned"
+    rows = [
+        (f"these masks ({'learned' if learned else by_score})", *_qualities(found)),
+        (by_score, *_qualities(one_shot)) if learned else ("learned", *_qualities(found.get("learned"))),
+    ]
+    title = f"compared with the dense network on {found.get('images')} validation images ({found.get('source')})"
+    table(title, ("", ">agreement", ">mean KL", ">output error"), rows)
+
+
+def _qualities(found: Any) -> tuple[str, str, str]:
+    values = [found.get(key) if isinstance(found, Mapping) else None for key in ("agreement", "kl", "output_error")]
+    agreement, kl, error = (value if isinstance(value, int | float) else None for value in values)
+    return percent(agreement), "-" if kl is None else f"{kl:.4f}", percent(error)

@@ -1,12 +1,14 @@
 """`halve.compile`: capture, fuse and plan a masked model."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
+from halve.batches import Images, Progress, check_readable, images_of, tracked
 from halve.engine.capture.equivalence import checked
 from halve.engine.capture.guards import Guards
 from halve.engine.capture.partial import CapturedPart, captured_parts, replace_parts_
@@ -20,21 +22,25 @@ from halve.errors import EngineError, ModelError, OptionError
 from halve.graph import Captured, capture
 from halve.masks.apply import OnChanged, apply
 from halve.masks.mask import MaskSet
-from halve.modules import check_initialised, convert_
+from halve.modules import check_initialised, convert_, unwrapped
+from halve.process_state import preserved_process_state
 
 NETWORK = "the network"  # its name in `Plan.uncompiled`
 
 
+@preserved_process_state()
 def compile(
     model: nn.Module,
     masks: MaskSet,
-    example: Tensor | tuple[Tensor, ...],
+    example: Any,
     *,
     dtype: torch.dtype | None = None,
     batch_sizes: Sequence[int] = (),
     any_size: bool = False,
     on_changed: OnChanged = "warn",
     plan_from: Compiled | None = None,
+    inductor: bool | None = None,
+    progress: Progress = True,
 ) -> Compiled:
     """Compile the masked model for inference: sparse kernels run where they are faster than dense ones.
 
@@ -45,7 +51,9 @@ def compile(
     Args:
         model: the dense model.
         masks: from `halve.learn`, `halve.prune` or `halve.load`.
-        example: images, or a tuple of inputs. Sets the device, dtype and shape of inputs; the batch size may vary.
+        example: images, a tuple of inputs, or a batch such as (images, targets). Sets the device, dtype and shape of
+            inputs; the batch size may vary. A list of images, as detectors take it, may have any sizes: the network is
+            compiled in parts then, and the code between them stays eager.
         dtype: what is computed in: float16 or bfloat16 for sparse tensor cores. Default: the example's dtype. Outputs
             have the example's dtype.
         batch_sizes: batch sizes to plan and record now, besides the example's (see `Compiled.warmup`).
@@ -53,6 +61,9 @@ def compile(
         on_changed: what to do if the weights are not those the masks were made for: "warn", "error" or "ignore".
         plan_from: a compiled network with the same layers, whose plan is reused instead of timing kernels again. For
             updated checkpoints under the same masks.
+        inductor: let Inductor, PyTorch's compiler, compile the operations between the layers where that is faster.
+            Planning takes longer, by up to minutes for each batch size. Default: on a GPU.
+        progress: show progress in terminals and notebooks, or a function such as `tqdm.tqdm` that wraps loops.
 
     Returns:
         A module that replaces the model. Its `plan` says which kernel each layer uses, and why.
@@ -66,15 +77,19 @@ def compile(
     >>> torch.allclose(fast(images), halve.apply(model, masks)(images), atol=1e-5)
     True
     """
-    inputs = example if isinstance(example, tuple) else (example,)
+    model = unwrapped(model)
+    inputs = _inputs(example)
     _check_example(model, inputs)
     _check_options(masks, dtype, batch_sizes, plan_from)
-    floating = [x.dtype for x in inputs if x.is_floating_point()]
+    floating = [x.dtype for x in pytree.tree_leaves(inputs) if x.is_floating_point()]
     computed = dtype or (floating[0] if floating else torch.float32)
     if not computed.is_floating_point:
         raise OptionError(f"dtype must be a floating-point type such as torch.float16, got {computed}")
     with CAPTURE_LOCK, torch.no_grad():
-        fast = _compiled(model, masks, inputs, computed, any_size, on_changed)
+        [fast] = (
+            _compiled(model, masks, given, computed, any_size, on_changed, inductor)
+            for given in tracked([inputs], progress, "capturing the network")
+        )
         reason = no_sparse_kernels(fast.device, computed)
         if reason is None and not any(layer.sparse_kernels(fast.device) for layer in fast.layers):
             reason = "no captured layer is 2:4 along its input channels, in blocks of four"
@@ -82,7 +97,7 @@ def compile(
             fast.fall_back(reason)
         elif plan_from is not None:
             fast.use_plan_of(plan_from)
-        return fast.warmup([len(inputs[0]), *batch_sizes, *fast.plan.batches])
+        return fast.warmup([len(inputs[0]), *batch_sizes, *fast.plan.batches, *fast.plan.inductor], progress)
 
 
 @dataclass
@@ -99,23 +114,24 @@ class _Body:
 def _compiled(
     model: nn.Module,
     masks: MaskSet,
-    inputs: tuple[Tensor, ...],
+    inputs: tuple[Images, ...],
     dtype: torch.dtype,
     any_size: bool,
     on_changed: OnChanged,
+    inductor: bool | None,
 ) -> Compiled:
     """The captured, fused and converted network. Every layer still uses the fallback kernel."""
     check_initialised(model)
     exact = torch.float64 if dtype == torch.float64 else torch.float32  # BatchNorm is folded in this dtype
     masked = apply(model, masks, on_changed=on_changed).eval()
-    convert_(masked, exact, inputs[0].device)
-    given = tuple(_cast(x, exact).contiguous() for x in inputs)  # code that calls `view` on images needs it
+    convert_(masked, exact, pytree.tree_leaves(inputs)[0].device)
+    given = pytree.tree_map(lambda x: _cast(x, exact).contiguous(), inputs)  # code that calls `view` on images needs it
     body = _body(masked, given, any_size)
     _convert_(body.module, dtype)
     for part in body.parts.values():
         _convert_(part.graph, dtype)
     replace_parts_(body.module, body.parts)
-    fast = Compiled(body.module, inputs, dtype, body.uncompiled, body.guards)
+    fast = Compiled(body.module, inputs, dtype, body.uncompiled, body.guards, inductor)
     if body.changes_itself:
         fast.run_eagerly("the network changes its buffers when it runs")
     if body.guards is not None or body.parts:
@@ -127,7 +143,7 @@ def _compiled(
     return fast
 
 
-def _body(masked: nn.Module, inputs: tuple[Tensor, ...], any_size: bool) -> _Body:
+def _body(masked: nn.Module, inputs: tuple[Any, ...], any_size: bool) -> _Body:
     try:
         captured = capture(masked, inputs, any_size=any_size)
     except ModelError as error:
@@ -145,7 +161,7 @@ def _body(masked: nn.Module, inputs: tuple[Tensor, ...], any_size: bool) -> _Bod
     return _eager(masked, inputs, found) if isinstance(found, str) else _Body(module, found)
 
 
-def _eager(masked: nn.Module, inputs: tuple[Tensor, ...], reason: str) -> _Body:
+def _eager(masked: nn.Module, inputs: tuple[Images, ...], reason: str) -> _Body:
     body = _Body(masked, uncompiled={NETWORK: f"falls back to eager: {reason}"})
     with preserved_buffers(masked) as changes:
         _call(masked, inputs)
@@ -153,7 +169,7 @@ def _eager(masked: nn.Module, inputs: tuple[Tensor, ...], reason: str) -> _Body:
     return body
 
 
-def _in_parts(masked: nn.Module, captured: Captured, inputs: tuple[Tensor, ...]) -> _Body:
+def _in_parts(masked: nn.Module, captured: Captured, inputs: tuple[Images, ...]) -> _Body:
     body = _Body(masked, uncompiled=dict(captured.uncaptured))
     with preserved_buffers(masked) as changes:
         body.parts, refused = captured_parts(masked, captured.parts, inputs)
@@ -163,10 +179,10 @@ def _in_parts(masked: nn.Module, captured: Captured, inputs: tuple[Tensor, ...])
     return body
 
 
-def _run_once(fast: Compiled, inputs: tuple[Tensor, ...], name: str, dtype: torch.dtype) -> None:
+def _run_once(fast: Compiled, inputs: tuple[Images, ...], name: str, dtype: torch.dtype) -> None:
     try:
         with preserved_buffers(fast.body):
-            fast(*(x.clone() for x in inputs))
+            fast(*pytree.tree_map(torch.clone, inputs))
     except EngineError:
         raise
     except Exception as error:  # the model's own code, in a precision that it may not support
@@ -175,11 +191,23 @@ def _run_once(fast: Compiled, inputs: tuple[Tensor, ...], name: str, dtype: torc
         raise EngineError(f"{name} does not run in {dtype} ({error}); omit dtype= or use another") from error
 
 
+def _inputs(example: Any) -> tuple[Any, ...]:
+    """The inputs in an example: a tuple of tensors is one, any other container a batch."""
+    if isinstance(example, tuple) and all(isinstance(x, Tensor) for x in example):
+        return example
+    return (images_of(example) if isinstance(example, tuple | list | Mapping) else example,)
+
+
 def _check_example(model: nn.Module, inputs: tuple[Any, ...]) -> None:
-    if not inputs or not all(isinstance(x, Tensor) and x.dim() for x in inputs):
-        raise OptionError("example must be a tensor of images, or a tuple of tensors, as the model takes them")
-    if any(tensor.is_meta for tensor in (*inputs, *model.parameters(), *model.buffers())):
-        raise OptionError("example and model must have data: tensors on the meta device have none")
+    leaves = pytree.tree_leaves(inputs)
+    if not leaves or not all(isinstance(x, Tensor) and x.dim() for x in leaves):
+        raise OptionError(
+            "example must be a tensor of images, a list of images or a tuple of tensors, as the model takes them"
+        )
+    for x in leaves:
+        check_readable(x)
+    if any(tensor.is_meta for tensor in (*model.parameters(), *model.buffers())):
+        raise OptionError("the model must have data: tensors on the meta device have none")
     if len({len(x) for x in inputs}) > 1 or not len(inputs[0]):
         raise OptionError(
             f"the example's inputs have shapes {[tuple(x.shape) for x in inputs]}: their first dimension must be the "
@@ -221,9 +249,9 @@ def _convert_(module: nn.Module, dtype: torch.dtype) -> None:
         module.set_submodule(name, layer)
 
 
-def _call(net: nn.Module, inputs: tuple[Tensor, ...]) -> None:
+def _call(net: nn.Module, inputs: tuple[Images, ...]) -> None:
     try:
-        net(*(x.clone() for x in inputs))
+        net(*pytree.tree_map(torch.clone, inputs))
     except Exception as error:  # the model's own code
         raise ModelError(f"{type(net).__name__} does not run on the example: {error}") from error
 

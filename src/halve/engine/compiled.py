@@ -1,7 +1,6 @@
 """Compiled networks: modules for inference that replace the model."""
 
 import contextlib
-import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from numbers import Integral
@@ -13,22 +12,25 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from halve.batches import Images, Progress
 from halve.cuda_graphs import autotuned_cudnn
-from halve.engine import saved
 from halve.engine.capture.guards import Guards
+from halve.engine.inductor import MAX_SECONDS, Bodies, Choice, by_default, choose, compile_body
 from halve.engine.kernels.kernel import Kernel
 from halve.engine.kernels.registry import FALLBACK, family_of, no_sparse_kernels
 from halve.engine.layer import Layer
 from halve.engine.lower import move_
-from halve.engine.plan import Entry, Plan, decide
+from halve.engine.plan import Plan, all_dense, decide, visit
 from halve.engine.recorded import CAPTURE_LOCK, MAX_RECORDINGS, Recordings, Shapes, shapes_of
-from halve.engine.saved import SavedNetwork
+from halve.engine.saved import file
+from halve.engine.saved.file import SavedNetwork
 from halve.engine.timing_cache import TimingCache, network_key
-from halve.errors import EngineError, EngineWarning, OptionError, first_line, listed
+from halve.errors import EngineError, EngineWarning, OptionError, first_line, listed, warn
+from halve.process_state import preserved_process_state
 
 _NHWC = torch.channels_last
 _MAX_SHAPES = 4096  # shapes remembered as valid
-CUDA_GRAPH = "CUDA graph"  # its name in `Plan.uncompiled`
+CUDA_GRAPH, INDUCTOR = "CUDA graph", "Inductor"  # their names in `Plan.uncompiled`
 
 
 class Compiled(nn.Module):
@@ -42,28 +44,30 @@ class Compiled(nn.Module):
     def __init__(
         self,
         body: nn.Module,
-        example: tuple[Tensor, ...],
+        example: tuple[Images, ...],
         dtype: torch.dtype,
         uncompiled: dict[str, str],
         guards: Guards | None = None,
+        inductor: bool | None = None,
     ) -> None:
         super().__init__()
         self.training = False
         self.body = body
         self.plan = Plan({}, uncompiled)
         self.guards = guards  # of the graph; None if the network runs eagerly or in parts
-        self.dtype, self.input_dtypes = dtype, tuple(x.dtype for x in example)
-        self.output_dtype = next((x.dtype for x in example if x.is_floating_point()), dtype)
-        self.example = tuple(
-            x[:1].detach().clone().cpu() for x in example
-        )  # a copy, since the caller may modify theirs
-        self.device = example[0].device  # not that of the weights: a graph may have constants on other devices
+        first = [x if isinstance(x, Tensor) else x[0] for x in example]
+        self.dtype, self.input_dtypes = dtype, tuple(x.dtype for x in first)
+        self.output_dtype = next((x.dtype for x in first if x.is_floating_point()), dtype)
+        self.example = tuple(_one_image(x) for x in example)
+        self.device = first[0].device  # not that of the weights: a graph may have constants on other devices
+        self._takes_lists = any(isinstance(x, list) for x in example)  # of images of any sizes
+        self.inductor = by_default(self.device) if inductor is None else inductor
+        self._bodies = Bodies()  # compiled by Inductor
         self._eager = False
         self._has_layers = any(isinstance(module, Layer) for module in body.modules())
         self._valid: set[Shapes] = set()  # shapes that passed the checks
         self._recordings = Recordings()
         self._sparse_kernels: list[dict[int, Kernel]] = []  # of each layer, before the network fell back to dense
-        self._plans: dict[str, tuple[list[dict[int, Kernel]], dict[int, list[Entry]]]] = {}  # of other device types
 
     @property
     def reason(self) -> str | None:
@@ -89,14 +93,15 @@ class Compiled(nn.Module):
         with torch.no_grad():
             if self.device.type != "cuda":
                 return self._run(*inputs)
-            recording = self._recordings.of(inputs)
+            recording = None if self._takes_lists else self._recordings.of(inputs)
             if recording is not None and not torch.cuda.is_current_stream_capturing():
                 return self._recordings.replay(inputs, recording)
             with self._recordings.planning:
                 return self._run(*inputs)
 
     def _run(self, *inputs: Any) -> Any:
-        outputs = self.body(*(self.cast_input(x) for x in inputs))
+        body = self._bodies.get(shapes_of(inputs), self.body) if self._bodies else self.body
+        outputs = body(*(self.cast_input(x) for x in inputs))
         if self.device.type == "cpu" and self._has_layers:
             outputs = pytree.tree_map_only(Tensor, _without_gaps, outputs)
         if self.output_dtype == self.dtype:
@@ -105,6 +110,8 @@ class Compiled(nn.Module):
 
     def cast_input(self, x: Any) -> Any:
         """An input in the dtype and memory format that the layers compute in."""
+        if isinstance(x, tuple | list):
+            return [self.cast_input(image.clone()) for image in x]  # the network's own code may write to them
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
         return x.to(self.dtype, memory_format=_NHWC) if x.dim() == 4 and self._has_layers else x.to(self.dtype)
@@ -116,21 +123,25 @@ class Compiled(nn.Module):
         if len(inputs) != len(self.input_dtypes):
             raise EngineError(f"the network was compiled for {len(self.input_dtypes)} input(s), got {len(inputs)}")
         for x, dtype, example in zip(inputs, self.input_dtypes, self.example, strict=True):
-            if not isinstance(x, Tensor):
-                raise EngineError(f"inputs must be tensors, got a {type(x).__name__}")
-            if x.device != self.device:
-                raise EngineError(f"the input is on {x.device}, the network on {self.device}: move one of them")
-            if x.dtype != dtype:
-                raise EngineError(f"the input is {x.dtype}, the network was compiled for {dtype}: convert the input")
-            if x.dim() != example.dim():
-                raise EngineError(
-                    f"the input has shape {tuple(x.shape)}, the network was compiled for {_batched(example)}"
-                )
-        if shapes_of(inputs) not in self._valid:
+            if isinstance(example, list) and (not isinstance(x, tuple | list) or not x):
+                raise EngineError(f"the network was compiled for a list of images, got a {type(x).__name__}")
+            for one in x if isinstance(example, list) else [x]:
+                self._check_tensor(one, dtype, example[0] if isinstance(example, list) else example)
+        if self.guards is not None and shapes_of(inputs) not in self._valid:
             self._check_shapes(inputs)
             if len(self._valid) >= _MAX_SHAPES:
                 self._valid.clear()
             self._valid.add(shapes_of(inputs))
+
+    def _check_tensor(self, x: Any, dtype: torch.dtype, example: Tensor) -> None:
+        if not isinstance(x, Tensor):
+            raise EngineError(f"inputs must be tensors, got a {type(x).__name__}")
+        if x.device != self.device:
+            raise EngineError(f"the input is on {x.device}, the network on {self.device}: move one of them")
+        if x.dtype != dtype:
+            raise EngineError(f"the input is {x.dtype}, the network was compiled for {dtype}: convert the input")
+        if x.dim() != example.dim():
+            raise EngineError(f"the input has shape {tuple(x.shape)}, the network was compiled for {_batched(example)}")
 
     def _check_shapes(self, inputs: tuple[Tensor, ...]) -> None:
         """Raise `EngineError` if the graph is not valid for inputs of these shapes."""
@@ -143,11 +154,13 @@ class Compiled(nn.Module):
             f"{advice}with an example of that shape"
         )
 
-    def warmup(self, batch_sizes: Sequence[int] | int) -> "Compiled":
+    @preserved_process_state()
+    def warmup(self, batch_sizes: Sequence[int] | int, progress: Progress = True) -> "Compiled":
         """Plan and record batch sizes ahead of time. Returns self.
 
         Args:
             batch_sizes: one or more positive integers.
+            progress: show progress in terminals and notebooks, or a function such as `tqdm.tqdm` that wraps loops.
         """
         given = list(batch_sizes) if isinstance(batch_sizes, Iterable) else [batch_sizes]
         for size in given:
@@ -155,14 +168,14 @@ class Compiled(nn.Module):
                 raise OptionError(f"batch_sizes must be positive integers, got {size!r}")
         for size in dict.fromkeys(int(size) for size in given):
             if not self._eager:
-                self._prepare(size)
+                self._prepare(size, progress)
         return self
 
-    def _prepare(self, size: int) -> None:
+    def _prepare(self, size: int, progress: Progress) -> None:
         inputs = tuple(self._expanded(x, size) for x in self.example)
         self._check(inputs)
         with CAPTURE_LOCK, self._recordings.planning, torch.no_grad(), self._current(), autotuned_cudnn():
-            if size not in self.plan.batches:
+            if size not in self.plan.batches and size not in self.plan.inductor:
                 with self._unchanged_on_failure():
                     entries = decide(
                         self.layers,
@@ -171,17 +184,60 @@ class Compiled(nn.Module):
                         self.device,
                         key=network_key(self.body, inputs),
                         sparse=self.reason is None,
+                        progress=progress,
                     )
                 self.plan.batches |= {size: entries} if entries else {}
-            if self.device.type == "cuda":
+                self._consider_inductor(size, inputs)
+            elif size in self.plan.inductor and shapes_of(inputs) not in self._bodies:
+                self._consider_inductor(size, inputs, only=True)
+            if self.device.type == "cuda" and self._takes_lists:
+                self.plan.uncompiled[CUDA_GRAPH] = "not recorded: lists of images may have any sizes"
+            elif self.device.type == "cuda":
                 self._record(inputs)
             elif self.device.type == "cpu":
                 self._run(*inputs)  # CPU kernels are emitted on first use
 
+    def _consider_inductor(self, size: int, inputs: tuple[Tensor, ...], only: bool = False) -> None:
+        """Let Inductor compile what lies between the layers, if that is faster, or if the plan says so (`only`)."""
+        if not self.inductor or not isinstance(self.body, GraphModule):
+            return
+        if (spent := sum(self.plan.inductor.values())) > MAX_SECONDS and not only:
+            self.plan.uncompiled[INDUCTOR] = f"not tried at batch size {size}, after compiling for {spent:.0f} s"
+            return
+        given = tuple(self.cast_input(x) for x in inputs)
+        sizes: dict[Layer, int] = {}
+
+        def note(layer: Layer, layer_inputs: list[Tensor]) -> None:
+            sizes.setdefault(layer, layer.operation.size(layer_inputs[0]))
+
+        visit(self.layers, partial(self.body, *given), note)
+        kernels = {layer: layer.kernel_for(sizes[layer]) for layer in self.layers if layer in sizes}
+        if only:
+            try:
+                run, seconds = compile_body(self.body, kernels, given)
+                choice = Choice(kernels, run, seconds)
+            except EngineError as error:
+                choice = Choice(kernels, failed=str(error))
+        else:
+            choice = choose(self.body, given, kernels, TimingCache.of(self.device), network_key(self.body, inputs))
+        if choice.failed is not None:
+            self.plan.uncompiled[INDUCTOR] = f"not used: {choice.failed}"
+        if choice.run is None:
+            self.plan.inductor.pop(size, None)
+            return
+        self._bodies[shapes_of(inputs)] = choice.run
+        self.plan.inductor[size] = choice.seconds
+        if choice.kernels != kernels:
+            self.plan.batches[size] = all_dense(self.plan.batches.get(size, []))
+            for layer, kernel in choice.kernels.items():
+                layer.use({**layer.kernels, sizes[layer]: kernel})
+
     def _current(self) -> contextlib.AbstractContextManager[object]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
-    def _expanded(self, x: Tensor, size: int) -> Tensor:
+    def _expanded(self, x: Images, size: int) -> Any:
+        if isinstance(x, list):
+            return [x[0].to(self.device)] * size
         x = x.to(self.device).expand(size, *x.shape[1:])
         return x.contiguous(memory_format=_NHWC) if x.dim() == 4 else x.contiguous()
 
@@ -216,32 +272,28 @@ class Compiled(nn.Module):
             raise EngineError(
                 f"the network was compiled to compute in {self.dtype}: compile the model again with dtype={moved.dtype}"
             )
-        self._recordings = Recordings()  # they hold the addresses of the old weights
+        self._recordings, self._bodies = Recordings(), Bodies()  # they hold the old weights
         super()._apply(*args, **kwargs)  # type: ignore[no-untyped-call]
         if moved.device != self.device:
             move_(self.body, self.device, moved.device)
             old, self.device = self.device, moved.device
             self._adapt(no_sparse_kernels(old, self.dtype))
-            known = old.type != self.device.type and self.device.type in self._plans
-            if self.reason is None and (known or not self.runs_here()) and not self.switch_plan(old):
-                message = (
-                    f"running dense: the plan was made for {old.type}, call warmup() to plan for {self.device.type}"
-                )
-                warnings.warn(message, EngineWarning, stacklevel=2)
+            sizes = [*self.plan.batches]
+            if self.drop_foreign_plan(self.device):
+                message = f"running dense: the plan was made for {old.type}, call warmup({sizes}) to plan again"
+                warn(message, EngineWarning)
         return self
 
-    def runs_here(self) -> bool:
-        """Whether the kernels of all layers run on this type of device."""
-        kernels = {(kernel, layer.dtype) for layer in self.layers for kernel in layer.kernels.values()}
-        return all(family_of(kernel).unavailable(self.device, dtype) is None for kernel, dtype in kernels)
-
-    def switch_plan(self, old: torch.device) -> bool:
-        """Use the plan that was made for this type of device. Runs dense and returns False if there is none."""
-        self._plans[old.type] = [dict(layer.kernels) for layer in self.layers], dict(self.plan.batches)
-        kernels, self.plan.batches = self._plans.get(self.device.type, ([{1: FALLBACK}] * len(self.layers), {}))
-        for layer, chosen in zip(self.layers, kernels, strict=True):
-            layer.use(chosen)
-        return bool(self.plan.batches)
+    def drop_foreign_plan(self, device: torch.device) -> bool:
+        """Switch to dense kernels if the plan has sparse ones of another type of device than this one."""
+        used = {(kernel, layer.dtype) for layer in self.layers for kernel in layer.kernels.values()}
+        here = all(family_of(kernel).unavailable(device, dtype) is None for kernel, dtype in used)
+        if here or no_sparse_kernels(device, self.dtype) is not None:
+            return False
+        for layer in self.layers:
+            layer.use({1: FALLBACK})
+        self.plan.batches, self.plan.inductor = {}, {}
+        return True
 
     def _adapt(self, before: str | None) -> None:
         """Switch to dense or back to sparse on a new device. `before` is why the old device could not run sparse."""
@@ -262,18 +314,23 @@ class Compiled(nn.Module):
             if not mine.is_2_4 and any(family_of(kernel).sparse for kernel in theirs.kernels.values()):
                 raise EngineError(f"layer {mine.name} is 2:4 in plan_from= but not here: use the same masks")
             mine.use(theirs.kernels)
-        self.plan = Plan({size: list(table) for size, table in other.plan.batches.items()}, dict(self.plan.uncompiled))
+        batches = {size: list(table) for size, table in other.plan.batches.items()}
+        self.plan = Plan(batches, dict(self.plan.uncompiled), inductor=dict(other.plan.inductor))
 
-    def save(self, path: str | Path) -> None:
-        """Save the network with its plan and packed weights. `halve.load_compiled` loads it."""
+    def save(self, path: str | Path, force: bool = False) -> None:
+        """Save the network with its plan and packed weights. `halve.load_compiled` loads it.
+
+        Args:
+            path: the file.
+            force: replace a file that is no compiled network. Default: raise.
+        """
         if not isinstance(self.body, GraphModule) or self.guards is None:
             raise EngineError(
                 "the network runs code outside of its graph and cannot be saved: compile the model again, "
                 "timings are cached"
             )
-        inputs = tuple(self.cast_input(torch.cat([x, x])) for x in self.example)
         network = SavedNetwork(self.body, self.example, self.dtype, self.guards, self.device, self.plan)
-        saved.write(path, network, inputs)
+        file.write(path, network, force)
 
     def fall_back(self, reason: str) -> "Compiled":
         """Switch all layers to dense kernels, with a warning."""
@@ -281,15 +338,17 @@ class Compiled(nn.Module):
         self._sparse_kernels = [dict(layer.kernels) for layer in self.layers]
         for layer in self.layers:
             layer.use({1: FALLBACK})
-        warnings.warn(f"running dense: {reason}", EngineWarning, stacklevel=3)
+        warn(f"running dense: {reason}", EngineWarning)
         return self
 
 
 def load(path: str | Path, device: str | torch.device | None = None) -> Compiled:
     """Load a compiled network from a file written by `Compiled.save`.
 
+    Loading never runs code from the file. Raises `FileError` for a file that is damaged, or is not a compiled network.
+
     Args:
-        path: the file. Only load files that you trust.
+        path: the file.
         device: where to run. Default: the type of device it was saved from, or the CPU if there is none.
 
     >>> import halve, tempfile, warnings
@@ -297,23 +356,39 @@ def load(path: str | Path, device: str | torch.device | None = None) -> Compiled
     >>> images = torch.randn(2, 4, 8, 8)
     >>> with warnings.catch_warnings(action="ignore"), tempfile.TemporaryDirectory() as folder:
     ...     fast = halve.compile(model, halve.prune(model), images)
-    ...     fast.save(f"{folder}/net.pt2")
-    ...     again = halve.load_compiled(f"{folder}/net.pt2")
+    ...     fast.save(f"{folder}/net.compiled.safetensors")
+    ...     again = halve.load_compiled(f"{folder}/net.compiled.safetensors")
     >>> torch.equal(again(images), fast(images))
     True
     """
-    network = saved.read(path)
-    fast = Compiled(network.body, network.example, network.dtype, network.plan.uncompiled, network.guards)
+    network = file.read(path)
+    uncompiled, inductor = network.plan.uncompiled, bool(network.plan.inductor) or None
+    fast = Compiled(network.body, network.example, network.dtype, uncompiled, network.guards, inductor)
     fast.plan = network.plan
     if device is None:
-        device = network.device if network.device.type != "cuda" or torch.cuda.is_available() else "cpu"
-    fast, sizes = fast.to(device), list(network.plan.batches)
+        device = network.device if _is_available(network.device) else "cpu"
+    planned = [*dict.fromkeys((*fast.plan.batches, *fast.plan.inductor))]
+    dropped = fast.drop_foreign_plan(torch.device(device))
+    fast = fast.to(device)
     reason = no_sparse_kernels(fast.device, fast.dtype)
     if fast.reason is None and reason is not None:
         fast.fall_back(reason)
-    elif not fast.runs_here():
-        fast.switch_plan(network.device)
-    return fast.warmup(sizes)
+    if fast.device.type == "cuda" or fast.plan.inductor or dropped:
+        fast.warmup(planned[-MAX_RECORDINGS:])  # only compiled and recorded, unless the plan was dropped
+    return fast
+
+
+def _is_available(device: torch.device) -> bool:
+    return device.type == "cpu" or bool(torch.get_device_module(device.type).is_available())
+
+
+def _one_image(x: Images) -> Any:
+    """A copy of the first image, since the caller may modify theirs. Images from files are one number, expanded."""
+    if isinstance(x, list):
+        return [_one_image(image[None])[0] for image in x[:1]]
+    image = x[:1].detach().cpu()
+    expanded = image.numel() > 1 and image.untyped_storage().nbytes() == image.element_size()
+    return image if expanded else image.clone()
 
 
 def _without_gaps(y: Tensor) -> Tensor:

@@ -15,13 +15,15 @@ from torch.fx import GraphModule, Node
 
 from halve.engine.layer import Layer
 from halve.engine.lower import drop_unused_, get_tensor, replace_
-from halve.engine.operations import ACTIVATIONS, Convolution, Linear, MaxPool
+from halve.engine.operations import ACTIVATIONS, Convolution, Linear, MaxPool, PooledConvolution
 from halve.graph import Part
 
 _ATEN = torch.ops.aten
 _CONVOLUTIONS = (_ATEN.conv2d.default, _ATEN.conv2d.padding)
 _NORM = _ATEN._native_batch_norm_legit_no_training.default
 _VIEWS = (_ATEN.view.default, _ATEN._unsafe_view.default)
+_TO_IMAGES, _TO_ROWS = [0, 3, 1, 2], [0, 2, 3, 1]
+_FIRST_CHANNELS = 4  # a convolution with so few input channels is a first layer
 _ACTIVATION_NAMES = {activation.aten: name for name, activation in ACTIVATIONS.items()}
 
 
@@ -102,16 +104,32 @@ class _Chain:
         self.weight = self._tensor(node.args[1])
         bias = node.args[2] if len(node.args) > 2 else node.kwargs.get("bias")
         self.bias = None if bias is None else self._tensor(bias)
+        self.scale: Tensor | None = None
         self.residual: Node | None = None
-        self.operation = self._operation()
+        self.permuted = False  # rows become images behind the layer
+        self.operation: Convolution | Linear | PooledConvolution = self._operation()
 
     def fuse(self) -> None:
         self._absorb(self._norm)
-        self._absorb(self._addition)
-        self._absorb(self._activation)
-        tensors = {"weight": self.weight} if self.bias is None else {"weight": self.weight, "bias": self.bias}
+        self._absorb(self._scale)
+        if self.scale is None:
+            self._absorb(self._addition)
+            self._absorb(self._activation)
+            self._absorb(self._pooling)
+        found = {"weight": self.weight, "bias": self.bias, "scale": self.scale}
+        tensors = {name: tensor for name, tensor in found.items() if tensor is not None}
         inputs = [self.node.args[0]] if self.residual is None else [self.node.args[0], self.residual]
+        if self.permuted:
+            self._permute()
         replace_(self.module, self.last, Layer(self.name, self.operation, tensors), inputs)
+
+    def _permute(self) -> None:
+        """Let the readers of the last operation read images, which the layer will give as rows."""
+        last, value = self.last, self.last.meta["val"]
+        with self.module.graph.inserting_after(last):
+            images = self.module.graph.call_function(_ATEN.permute.default, (last, _TO_IMAGES))
+        last.replace_all_uses_with(images, delete_user_cb=lambda user: user is not images)
+        images.meta, last.meta = dict(last.meta), {**last.meta, "val": value.permute(_TO_ROWS)}
 
     def _absorb(self, into: Callable[[Node], Node | None]) -> None:
         """Absorb the next operation if it is the only reader of the result so far, and matches."""
@@ -144,6 +162,39 @@ class _Chain:
         self.weight = (self.weight.double() * rows).to(self.weight.dtype)
         return outputs[0]
 
+    def _scale(self, node: Node) -> Node | None:
+        """ConvNeXt's layer scale and residual, with the permutation of rows to images before them."""
+        if (
+            not isinstance(self.operation, Linear)
+            or self.last is not self.node
+            or node.target is not _ATEN.permute.default
+        ):
+            return None
+        if list(node.args[1]) != _TO_IMAGES or len(node.users) != 1:  # type: ignore[arg-type]
+            return None
+        [product] = node.users
+        if product.target is not _ATEN.mul.Tensor or len(product.users) != 1:
+            return None
+        factor = product.args[1] if product.args[0] is node else product.args[0]
+        if not _is_attribute(factor) or factor is node:
+            return None
+        scale = self._tensor(factor)
+        if scale.numel() != self.operation.rows or scale.shape[-3:] != (self.operation.rows, 1, 1):
+            return None
+        [total] = product.users
+        if total.target is not _ATEN.add.Tensor or total.kwargs.get("alpha", 1) != 1:
+            return None
+        added = total.args[1] if total.args[0] is product else total.args[0]
+        if not isinstance(added, Node) or added is product or added.meta["val"].shape != total.meta["val"].shape:
+            return None
+        if added.meta["val"].dtype != total.meta["val"].dtype or product.meta["val"].shape != total.meta["val"].shape:
+            return None
+        with self.module.graph.inserting_before(total):
+            self.residual = self.module.graph.call_function(_ATEN.permute.default, (added, _TO_ROWS))
+        self.residual.meta["val"] = added.meta["val"].permute(_TO_ROWS)
+        self.scale, self.operation, self.permuted = scale.reshape(-1), replace(self.operation, scaled=True), True
+        return total
+
     def _addition(self, node: Node) -> Node | None:
         if node.target is not _ATEN.add.Tensor or node.kwargs.get("alpha", 1) != 1:
             return None
@@ -163,6 +214,23 @@ class _Chain:
         if name is None or node.kwargs.get("approximate", "none") != "none" or len(node.args) > 1:
             return None
         self.operation = replace(self.operation, activation=name)
+        return node
+
+    def _pooling(self, node: Node) -> Node | None:
+        layer = self.module.get_submodule(str(node.target)) if node.op == "call_module" else None
+        if not isinstance(layer, Layer) or not isinstance(layer.operation, MaxPool):
+            return None
+        pool, convolution = layer.operation, self.operation
+        if not isinstance(convolution, Convolution) or self.residual is not None or convolution.activation != "relu":
+            return None
+        if convolution.channels > _FIRST_CHANNELS or pool.ceil_mode or pool.dilation != (1, 1):
+            return None  # only first layers: others may run sparse, and pooling is cheap beside them
+        if convolution.groups != 1 or convolution.dilation != (1, 1):
+            return None
+        self.operation = PooledConvolution(
+            *(convolution.rows, convolution.channels, convolution.kernel, convolution.stride, convolution.padding),
+            *(convolution.activation, pool.kernel, pool.stride, pool.padding),
+        )
         return node
 
     def _operation(self) -> Convolution | Linear:

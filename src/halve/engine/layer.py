@@ -89,7 +89,7 @@ class Layer(nn.Module):
     def run(self, inputs: list[Tensor], kernel: Kernel) -> Tensor:
         """Run one kernel, whose family must be in `held`."""
         family = family_of(kernel)
-        given = [family.reads.of(x, self.operation.channel_dim) for x in inputs]
+        given = family.laid_out(inputs, self.operation)
         return family.run(given, self.packed(kernel.family), self.operation, kernel.variant)
 
     def available_kernels(self, device: torch.device) -> list[Kernel]:

@@ -1,4 +1,4 @@
-"""Insert `Layer` modules into a graph: for fused operations, or for the operators in a loaded file."""
+"""Insert `Layer` modules into a graph, and move graphs to other devices."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -8,11 +8,7 @@ from torch import Tensor, nn
 from torch.fx import GraphModule, Node
 from torch.fx.node import map_aggregate
 
-from halve.engine.kernels.kernel import Kernel
-from halve.engine.kernels.op import run_kernel
-from halve.engine.kernels.registry import FAMILIES
 from halve.engine.layer import Layer
-from halve.engine.operations import Operation
 
 
 def replace_(module: GraphModule, node: Node, layer: Layer, inputs: Sequence[Any]) -> None:
@@ -26,33 +22,14 @@ def replace_(module: GraphModule, node: Node, layer: Layer, inputs: Sequence[Any
     module.graph.erase_node(node)
 
 
-def lower_(module: GraphModule) -> list[Layer]:
-    """Replace every `halve::run_kernel` in a graph by a layer; returns the layers in execution order."""
-    layers: list[Layer] = []
-    for node in [node for node in module.graph.nodes if node.target is run_kernel._opoverload]:
-        inputs, packed, names, operation, family, variant = node.args
-        tensors = {name: get_tensor(module, str(x.target)) for name, x in zip(names.split(), packed, strict=True)}
-        layers.append(_layer(str(len(layers)), Operation.from_json(operation), tensors, Kernel(family, variant), node))
-        replace_(module, node, layers[-1], inputs)
-    drop_unused_(module)
-    module.recompile()
-    return layers
-
-
-def _layer(name: str, operation: Operation, packed: dict[str, Tensor], kernel: Kernel, node: Node) -> Layer:
-    tensors = FAMILIES[kernel.family].unpack(operation, packed)
-    layer = Layer(name, operation, tensors, node.meta["val"].dtype)
-    layer.use({1: kernel})
-    return layer
-
-
 def get_tensor(module: nn.Module, path: str) -> Tensor:
-    """A parameter, buffer or constant of a graph module, by name."""
+    """A parameter, buffer or constant of a graph module, by name. Raises `ValueError` if it is something else."""
     value: Any = module
     for part in path.split("."):
         value = getattr(value, part)
-    tensor: Tensor = value.detach()
-    return tensor
+    if not isinstance(value, Tensor):
+        raise ValueError(f"{path} is a {type(value).__name__}, not a tensor")
+    return value.detach()
 
 
 def drop_unused_(module: GraphModule) -> None:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Pair = tuple[int, int]
-Tensors = Mapping[str, Tensor]  # by name: "weight" and "bias", if the layer has them
+Tensors = Mapping[str, Tensor]  # by name: "weight", "bias" and "scale", if the layer has them
 
 
 class Activation(NamedTuple):
@@ -71,7 +71,7 @@ class Operation(ABC):
 
 @dataclass(frozen=True)
 class Convolution(Operation):
-    """activation(conv2d(x, weight) + bias + residual); the residual is an optional second input.
+    """activation(scale * (conv2d(x, weight) + bias) + residual); the residual is an optional second input.
 
     >>> conv = Convolution(rows=64, channels=32, kernel=(3, 3), stride=(2, 2), padding=(1, 1), activation="relu")
     >>> conv.out_shape((8, 32, 56, 56))
@@ -88,10 +88,13 @@ class Convolution(Operation):
     dilation: Pair = (1, 1)
     groups: int = 1
     activation: str = "none"
+    scaled: bool = False  # has a scale for each output channel
 
     def reference(self, inputs: Sequence[Tensor], tensors: Tensors) -> Tensor:
         weight, bias = tensors["weight"], _cast(tensors.get("bias"), tensors["weight"])
         y = F.conv2d(inputs[0], weight, bias, self.stride, self.padding, self.dilation, self.groups)
+        if self.scaled:
+            y = y * tensors["scale"].to(y.dtype).reshape(-1, 1, 1)
         return finish(y, inputs[1:], self.activation)
 
     def out_shape(self, shape: Sequence[Any]) -> tuple[Any, ...]:
@@ -132,7 +135,7 @@ class Convolution(Operation):
 
 @dataclass(frozen=True)
 class Linear(Operation):
-    """activation(x weight^T + bias + residual); the residual is an optional second input.
+    """activation(scale * (x weight^T + bias) + residual); the residual is an optional second input.
 
     >>> Linear(rows=3, channels=2).reference([torch.ones(1, 2)], {"weight": torch.ones(3, 2)}).tolist()
     [[2.0, 2.0, 2.0]]
@@ -143,9 +146,12 @@ class Linear(Operation):
     rows: int
     channels: int
     activation: str = "none"
+    scaled: bool = False
 
     def reference(self, inputs: Sequence[Tensor], tensors: Tensors) -> Tensor:
         y = F.linear(inputs[0], tensors["weight"], _cast(tensors.get("bias"), tensors["weight"]))
+        if self.scaled:
+            y = y * tensors["scale"].to(y.dtype)
         return finish(y, inputs[1:], self.activation)
 
     def out_shape(self, shape: Sequence[Any]) -> tuple[Any, ...]:
@@ -168,7 +174,7 @@ class Linear(Operation):
     @property
     def convolution(self) -> Convolution:
         """The equivalent 1x1 convolution: each row of the input is a pixel."""
-        return Convolution(self.rows, self.channels, activation=self.activation)
+        return Convolution(self.rows, self.channels, activation=self.activation, scaled=self.scaled)
 
 
 @dataclass(frozen=True)
@@ -199,7 +205,53 @@ class MaxPool(Operation):
         return f"max pool {self.kernel[0]}x{self.kernel[1]}/{self.stride[0]} at {' x '.join(map(str, x.shape))}"
 
 
-OPERATIONS: dict[str, type[Operation]] = {kind.__name__: kind for kind in (Convolution, Linear, MaxPool)}
+@dataclass(frozen=True)
+class PooledConvolution(Operation):
+    """max_pool2d(activation(conv2d(x, weight) + bias)): the first layer of many networks.
+
+    >>> stem = PooledConvolution(64, 3, (7, 7), (2, 2), (3, 3), "relu", (3, 3), (2, 2), (1, 1))
+    >>> stem.out_shape((8, 3, 224, 224)), Operation.from_json(stem.to_json()) == stem
+    ((8, 64, 56, 56), True)
+    """
+
+    rows: int
+    channels: int
+    kernel: Pair
+    stride: Pair
+    padding: Pair
+    activation: str
+    pool_kernel: Pair
+    pool_stride: Pair
+    pool_padding: Pair
+
+    @property
+    def convolution(self) -> Convolution:
+        return Convolution(self.rows, self.channels, self.kernel, self.stride, self.padding, activation=self.activation)
+
+    @property
+    def pool(self) -> MaxPool:
+        return MaxPool(self.pool_kernel, self.pool_stride, self.pool_padding, (1, 1), False)
+
+    def reference(self, inputs: Sequence[Tensor], tensors: Tensors) -> Tensor:
+        return self.pool.reference([self.convolution.reference(inputs, tensors)], {})
+
+    def out_shape(self, shape: Sequence[Any]) -> tuple[Any, ...]:
+        return self.pool.out_shape(self.convolution.out_shape(shape))
+
+    def size(self, x: Tensor) -> int:
+        return self.convolution.size(x)
+
+    def describe(self, x: Tensor) -> str:
+        return f"{self.convolution.describe(x)}, max pool {self.pool_kernel[0]}x{self.pool_kernel[1]}"
+
+    @property
+    def weight_shape(self) -> tuple[int, int, int, int]:
+        return self.convolution.weight_shape
+
+
+OPERATIONS: dict[str, type[Operation]] = {
+    kind.__name__: kind for kind in (Convolution, Linear, MaxPool, PooledConvolution)
+}
 
 
 def finish(y: Tensor, residual: Sequence[Tensor], activation: str) -> Tensor:

@@ -1,12 +1,15 @@
 """Time every kernel that can run a layer, choose the fastest, and say why."""
 
+import os
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from halve.batches import Progress, tracked
 from halve.engine.kernels.kernel import Kernel, Layout
 from halve.engine.kernels.registry import FALLBACK, family_of
 from halve.engine.layer import Layer
@@ -45,7 +48,8 @@ class Entry:
 class Plan:
     """Which kernel each layer uses at each batch size. Prints as a table.
 
-    `uncompiled` lists what falls back to eager, and why. `dense` says why no layer runs sparse, if none can.
+    `uncompiled` lists what falls back to eager, and why. `dense` says why no layer runs sparse, if none can. `inductor`
+    has the batch sizes at which Inductor compiles what lies between the layers, and the seconds that compiling took.
 
     >>> entry = Entry("fc", "4>2 at 1", "mma_sp 64x64", True, 0.004, 0.006, 0.005, 0.004, "fastest")
     >>> print(Plan({1: [entry]}, {}))
@@ -57,6 +61,7 @@ class Plan:
     batches: dict[int, list[Entry]]
     uncompiled: dict[str, str]
     dense: str | None = None
+    inductor: dict[int, float] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Entry]:
         return (entry for entries in self.batches.values() for entry in entries)
@@ -67,18 +72,28 @@ class Plan:
             "batches": {str(size): [asdict(e) for e in table] for size, table in self.batches.items()},
             "uncompiled": self.uncompiled,
             "dense": self.dense,
+            "inductor": {str(size): seconds for size, seconds in self.inductor.items()},
         }
 
     @classmethod
     def from_json(cls, plain: dict[str, Any]) -> "Plan":
         batches = {int(size): [Entry(**entry) for entry in table] for size, table in plain["batches"].items()}
-        return cls(batches, dict(plain["uncompiled"]), plain["dense"])
+        return cls(
+            batches,
+            dict(plain["uncompiled"]),
+            plain["dense"],
+            {int(size): seconds for size, seconds in plain["inductor"].items()},
+        )
+
+    def rest(self, batch: int) -> str:
+        """What the table's title says about the operations between the layers."""
+        return f", the rest compiled by Inductor in {self.inductor[batch]:.0f} s" if batch in self.inductor else ""
 
     def __str__(self) -> str:
         lines = [] if self.dense is None else [f"all layers dense: {self.dense}"]
         for batch, entries in self.batches.items():
             sparse = sum(entry.sparse for entry in entries)
-            lines.append(f"batch {batch}, {sparse} of {len(entries)} layers sparse")
+            lines.append(f"batch {batch}, {sparse} of {len(entries)} layers sparse{self.rest(batch)}")
             rows = [COLUMNS, *(entry.cells() for entry in entries)]
             widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
             lines += [" | ".join(t.ljust(w) for t, w in zip(row, widths, strict=True)).rstrip() for row in rows]
@@ -154,6 +169,7 @@ def decide(
     *,
     key: str | None = None,
     sparse: bool = True,
+    progress: Progress = False,
 ) -> list[Entry]:
     """Choose a kernel for every layer, for the input that `run` uses.
 
@@ -167,11 +183,12 @@ def decide(
         device: where the network runs.
         key: cache key of the network (see `timing_cache.network_key`). Default: do not cache network times.
         sparse: False restricts the choice to library kernels.
+        progress: how to show the progress of timing. Default: not at all.
     """
     if not any(len(_candidates(layer, device, sparse)) > 1 for layer in layers):
         return []
     before = {id(layer): dict(layer.kernels) for layer in layers}
-    timed = time_layers(layers, run, cache, device, sparse)
+    timed = time_layers(layers, run, cache, device, sparse, progress)
     if not timed:
         return []
     candidates = {"dense": [layer.best_dense for layer in timed]}
@@ -188,6 +205,12 @@ def decide(
     return [
         layer.entry(kernel, _reason(layer, kernel, best)) for layer, kernel in zip(timed, candidates[best], strict=True)
     ]
+
+
+def all_dense(entries: Sequence[Entry]) -> list[Entry]:
+    """The entries of a plan after the network turned out to be fastest with all layers dense, compiled by Inductor."""
+    reason = "the network is fastest dense, compiled by Inductor"
+    return [replace(e, kernel=str(FALLBACK), sparse=False, time_ms=None, reason=reason) for e in entries]
 
 
 def _network_times(
@@ -219,35 +242,82 @@ def _network_times(
 
 
 def time_layers(
-    layers: Sequence[Layer], run: Callable[[], object], cache: TimingCache, device: torch.device, sparse: bool = True
+    layers: Sequence[Layer],
+    run: Callable[[], object],
+    cache: TimingCache,
+    device: torch.device,
+    sparse: bool = True,
+    progress: Progress = False,
 ) -> list[LayerTimes]:
-    """Run the network once and time the kernels of each layer on its first input that is not empty."""
+    """Run the network and time the kernels of each layer on its first input that is not empty."""
     found: dict[int, LayerTimes] = {}
+    bar = iter(tracked(layers, progress, "timing kernels"))  # layers are timed by hooks, in the order they run
 
-    def time_layer(layer: Layer, args: tuple[Any, ...]) -> None:
-        if id(layer) not in found and args[0].numel():
-            found[id(layer)] = _time_layer(layer, [x for x in args if x is not None], cache, device, sparse)
+    def time_layer(layer: Layer, inputs: list[Tensor]) -> None:
+        if id(layer) not in found:
+            next(bar, None)
+            found[id(layer)] = _time_layer(layer, inputs, cache, device, sparse)
 
-    handles = [layer.register_forward_pre_hook(time_layer) for layer in layers]
+    _compile_kernels(layers, run, cache, device, sparse)
+    visit(layers, run, time_layer)
+    for _ in bar:  # some layers may not have run
+        pass
+    cache.save()
+    return [found[id(layer)] for layer in layers if id(layer) in found]
+
+
+def visit(layers: Sequence[Layer], run: Callable[[], object], look: Callable[[Layer, list[Tensor]], None]) -> None:
+    """Run the network, and show the inputs of each layer that are not empty before it runs."""
+
+    def hook(layer: Layer, args: tuple[Any, ...]) -> None:
+        if args[0].numel():
+            look(layer, [x.to(layer.dtype) if layer.has_weight else x for x in args if x is not None])
+
+    handles = [layer.register_forward_pre_hook(hook) for layer in layers]
     try:
         run()
     finally:
         for handle in handles:
             handle.remove()
-    cache.save()
-    return [found[id(layer)] for layer in layers if id(layer) in found]
 
 
-def _candidates(layer: Layer, device: torch.device, sparse: bool) -> list[Kernel]:
-    return [kernel for kernel in layer.available_kernels(device) if sparse or family_of(kernel).library]
+def _compile_kernels(
+    layers: Sequence[Layer], run: Callable[[], object], cache: TimingCache, device: torch.device, sparse: bool
+) -> None:
+    """Compile all kernels that are going to be timed, in several threads: one after the other takes minutes."""
+    if device.type != "cuda":
+        return
+    jobs: dict[object, Callable[[], object]] = {}
+
+    def collect(layer: Layer, inputs: list[Tensor]) -> None:
+        kernels = _candidates(layer, device, sparse, inputs)
+        if cache.get(layer_key(layer, inputs), map(kernel_id, kernels)) is None:
+            for kernel in kernels:
+                job = family_of(kernel).compilation(inputs, layer.operation, kernel.variant)
+                if job is not None:
+                    jobs[job.func, job.args] = job
+
+    visit(layers, run, collect)
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        for done in [pool.submit(job) for job in jobs.values()]:
+            if isinstance(done.exception(), BaseException) and not isinstance(done.exception(), EngineError):
+                done.result()  # kernels that do not compile are reported when they are to run
+
+
+def _candidates(
+    layer: Layer, device: torch.device, sparse: bool, inputs: Sequence[Tensor] | None = None
+) -> list[Kernel]:
+    """The kernels to time: those that can run the layer, and fit these inputs."""
+    found = [kernel for kernel in layer.available_kernels(device) if sparse or family_of(kernel).library]
+    if inputs is None:
+        return found
+    return [kernel for kernel in found if family_of(kernel).fits(inputs, layer.operation, kernel.variant)]
 
 
 def _time_layer(
     layer: Layer, inputs: list[Tensor], cache: TimingCache, device: torch.device, sparse: bool
 ) -> LayerTimes:
-    if layer.has_weight:
-        inputs = [x.to(layer.dtype) for x in inputs]
-    kernels = _candidates(layer, device, sparse)
+    kernels = _candidates(layer, device, sparse, inputs)
     key = layer_key(layer, inputs)
     ids = {kernel_id(kernel): kernel for kernel in kernels}
     times = cache.get(key, ids) if len(kernels) > 1 else {}
@@ -272,7 +342,7 @@ def _measured(layer: Layer, inputs: list[Tensor], kernels: list[Kernel], device:
     tolerance = _TOLERANCE.get(layer.dtype, 1e-3)
     calls, retry_later = {}, set()
     for kernel in kernels:
-        given = [family_of(kernel).reads.of(x, layer.operation.channel_dim) for x in inputs]
+        given = family_of(kernel).laid_out(inputs, layer.operation)
         try:
             got = layer.run(given, kernel)
         except (RuntimeError, ValueError) as error:

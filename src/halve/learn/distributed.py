@@ -7,6 +7,8 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 
+from halve.errors import OptionError, listed
+
 T = TypeVar("T")
 
 
@@ -22,9 +24,8 @@ class Processes:
             from accelerate import Accelerator
 
             # mixed_precision="no": the learner casts to bf16 itself, the same with and without Accelerate
-            log_with = [trackers] if isinstance(trackers, str) else list(trackers) or None
             self._accelerator = Accelerator(
-                cpu=device.type == "cpu", mixed_precision="no", log_with=log_with, project_dir=project
+                cpu=device.type == "cpu", mixed_precision="no", log_with=_checked(trackers) or None, project_dir=project
             )
             self.rank, self.count = self._accelerator.process_index, self._accelerator.num_processes
             self.device = self._accelerator.device if self.count > 1 else device
@@ -65,3 +66,20 @@ class Processes:
         """Finish the trackers."""
         if self._accelerator is not None and self._accelerator.log_with:
             self._accelerator.end_training()
+
+
+def _checked(trackers: str | Sequence[Any]) -> list[Any]:
+    """The trackers as a list. Accelerate ignores those that are not installed."""
+    from accelerate.tracking import LOGGER_TYPE_TO_CLASS, GeneralTracker, get_available_trackers
+
+    given = [trackers] if isinstance(trackers, str | GeneralTracker) else trackers
+    if not isinstance(given, Sequence):
+        raise OptionError(f"trackers must be a list of names such as 'tensorboard', got {trackers!r}")
+    installed = ["all", *map(str, get_available_trackers())]
+    for tracker in given:
+        if isinstance(tracker, GeneralTracker) or tracker in installed:
+            continue
+        if tracker in LOGGER_TYPE_TO_CLASS:
+            raise OptionError(f"tracker {tracker!r} is not installed: pip install {tracker}")
+        raise OptionError(f"unknown tracker {tracker!r}; known are {listed(LOGGER_TYPE_TO_CLASS, most=99)}")
+    return list(given)

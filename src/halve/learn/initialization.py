@@ -1,7 +1,7 @@
 """Where learning starts: scores of the weights, channel orders in which blocks keep more of them, the first logits."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -39,6 +39,7 @@ class Layers:
 
     choices: Sequence[Choice]
     weights: Mapping[str, Tensor]
+    not_masked: Mapping[str, str] = field(default_factory=dict)  # why the other layers are not masked
 
 
 @dataclass(frozen=True)
@@ -82,10 +83,15 @@ class ChannelOrders:
         return {"reason": self.reason} if self.reason else None
 
 
-def select_layers(model: nn.Module, selection: SelectOptions) -> Layers:
-    """Select the layers to mask; raises `ModelError` if there are none or if a weight is not finite."""
-    chosen = select(model, **selection)
-    return Layers(chosen.masked, masked_weights(model, chosen))
+def select_layers(
+    model: nn.Module, selection: SelectOptions, batch: Any = None, forward: Forward | None = None
+) -> Layers:
+    """Select the layers to mask, of those that run on the batch if there is one.
+
+    Raises `ModelError` if there are none or if a weight is not finite.
+    """
+    chosen = select(model, **selection, data=None if batch is None else [batch], forward=forward)
+    return Layers(chosen.masked, masked_weights(model, chosen), chosen.not_masked)
 
 
 def check_start(start: Start) -> None:

@@ -1,7 +1,7 @@
 """Learn masks by gradient descent on logits over the codes of every block; the weights are frozen."""
 
-import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Unpack, get_args
 
@@ -9,11 +9,15 @@ import torch
 from torch import nn
 
 from halve.batches import Forward, Progress, iterate
-from halve.errors import LearningError, OptionError, first_line, listed
+from halve.errors import LearningError, LearningWarning, OptionError, first_line, listed, warn
 from halve.learn.accuracy_budget import Metric, check_accuracy_budget, enforce_accuracy_budget
+from halve.learn.baseline import Baseline
+from halve.learn.comparison import Comparison, Verdict
 from halve.learn.distributed import Processes
 from halve.learn.frozen import channels_last_, device_of
 from halve.learn.frozen import frozen as frozen_copy
+from halve.learn.held_back import Split, chosen_from, hold_back, hold_back_none
+from halve.learn.identity import identity_of_data, identity_of_layers, identity_of_model
 from halve.learn.initialization import (
     ChannelOrders,
     Inputs,
@@ -26,6 +30,7 @@ from halve.learn.initialization import (
     reads_data,
     select_layers,
 )
+from halve.learn.interrupt import deferred_interrupt
 from halve.learn.learner import Learner
 from halve.learn.loop import Loop
 from halve.learn.objective import find_blocks, named_blocks, resolve_objective
@@ -35,15 +40,19 @@ from halve.learn.run_state import RunFile, check_new, saved_permutation
 from halve.learn.sampling import Sampler
 from halve.learn.settings import LearnOptions, Settings, preset_options, split_options
 from halve.learn.stream import BatchStream
-from halve.masks.fingerprint import digest
-from halve.masks.mask import MaskSet
-from halve.masks.recipe import origin_of, with_fingerprint
+from halve.learn.time_budget import TimeBudget
+from halve.learn.validation import Validation
+from halve.masks.mask import Mask, MaskSet
+from halve.masks.recipe import origin_of, with_digests, with_fingerprint
+from halve.modules import unwrapped
 from halve.permute.policy import search_by_default, search_seconds
-from halve.select.select import Choice, plain_options
+from halve.process_state import preserved_process_state
+from halve.select.select import plain_options
 
 Precision = Literal["auto", "float32", "bfloat16"]
 
 
+@preserved_process_state()
 @torch.inference_mode(False)
 @torch.enable_grad()
 def learn(
@@ -54,6 +63,8 @@ def learn(
     permute: bool | None = None,
     permute_seconds: float | None = None,
     example: Any = None,
+    validation: Any = None,
+    fallback: bool = True,
     max_drop: float | None = None,
     drop_data: Any = None,
     drop_metric: Metric = "agreement",
@@ -63,7 +74,7 @@ def learn(
     log: str | Path | None = None,
     trackers: Sequence[Any] = (),
     report: Callable[[Estimate | Report], None] | None = None,
-    progress: Progress | None = None,
+    progress: Progress = True,
     forward: Forward | None = None,
     precision: Precision = "auto",
     **options: Unpack[LearnOptions],
@@ -73,10 +84,15 @@ def learn(
     The model and its weights are not changed. Ctrl-C ends the run and returns the masks learned so far. Under torchrun
     all processes learn together and return the same masks.
 
+    Some images are held back: at the end the learned masks are compared with one-shot masks on them, by their KL
+    divergence from the dense network, and the better ones are returned. `masks.recipe["quality"]` holds the numbers.
+
     Args:
         model: The trained network.
         data: Batches of images, such as a DataLoader; labels are not needed. One tensor is split into batches of 64.
-        minutes: Budget in minutes. Default: 2.0, unless `steps` or `epochs` is given.
+            Layers that do not run on the first batch are not masked.
+        minutes: Budget in minutes, for all that this call does except `max_drop`. Default: 2.0, unless `steps` or
+            `epochs` is given.
         steps: Budget in optimizer steps.
         epochs: Budget in passes over the data.
         accumulate: Batches per step. Default: 1.
@@ -105,9 +121,14 @@ def learn(
         permute: Search for channel orders in which blocks keep more before learning; see `halve.prune`. By default
             wherever the model can be captured, except with a preset, flat blocks or random logits; the recipe says why
             not. Existing masks bring their own orders.
-        permute_seconds: Time limit of that search, on top of the budget. Default: 120.0 with `permute`; otherwise a
-            quarter of `minutes`, or 30 seconds if steps or epochs are counted.
+        permute_seconds: Time limit of that search. Default: a quarter of `minutes`. If steps or epochs are counted, 120
+            seconds with `permute`; otherwise a quarter of a second for each of the `steps`, at most 30 seconds.
         example: A batch to capture the model on; by default the first batch of the data.
+        validation: Images to compare the masks on, at most 512 of them, instead of those that are held back: by default
+            the last 5 % of a tensor or a list (8 to 512), as many random images of a map-style DataLoader, the first
+            256 of a stream, none if there are fewer than 64. False holds none back.
+        fallback: Whether to return one-shot masks if the learned ones are worse. Presets always return what was
+            learned. Default: True.
         max_drop: Accuracy budget: leave the costliest layers dense until `drop_metric` drops by at most this share.
         drop_data: Images on which the drop is measured; required with `max_drop`.
         drop_metric: "agreement" with the dense network, or "top1" accuracy (needs labels). Default: "agreement".
@@ -118,7 +139,8 @@ def learn(
         log: JSONL file for loss, entropy, changed blocks and images per second.
         trackers: Trackers of Accelerate, such as "tensorboard" or "wandb".
         report: Function that receives an `Estimate` first and a `Report` after each step.
-        progress: Wraps loops that take long, such as `tqdm.tqdm`.
+        progress: Show progress in terminals and notebooks, or a function such as `tqdm.tqdm` that wraps loops.
+            Default: True.
         forward: Function of (model, batch) that runs the model on an unusual batch.
         precision: "auto" (bfloat16 on a GPU), "float32" or "bfloat16". Default: "auto".
         pattern, include, exclude, also, order, remainder, kinds: Options of `halve.select`.
@@ -128,58 +150,87 @@ def learn(
 
     Raises:
         LearningError: The loss became NaN or infinite, `max_drop` could not be met, or something failed after the first
-            step, such as the data or `report`; its `masks` are those learned so far.
+            step, such as the data, `report` or the validation; its `masks` are those learned so far.
 
     >>> import halve
     >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
-    >>> masks = halve.learn(model, torch.randn(128, 8), steps=20)
+    >>> masks = halve.learn(model, torch.randn(128, 8), steps=20, fallback=False)
     >>> masks
     MaskSet(1 layer, 128 weights, 50.0 % kept)
+    >>> masks.recipe["quality"]["images"]
+    8
     """
+    model = unwrapped(model)
     selection, given = split_options({**preset_options(preset), **options})
     settings = Settings.of(given)
+    budget = TimeBudget(settings.budget_minutes)
     _check_options(settings, permute, max_drop, drop_data, drop_metric, precision, run_state, resume)
-    seconds = search_seconds(permute_seconds, bool(permute), settings.budget_minutes)
+    seconds = search_seconds(permute_seconds, bool(permute), settings.budget_minutes, settings.steps)
+    if budget.seconds is not None and seconds >= budget.seconds:
+        raise OptionError(
+            f"permute_seconds={seconds:g} leaves no time to learn: the call takes {budget.seconds:g} seconds"
+        )
 
     # select
-    layers = select_layers(model, selection)
-    inputs = Inputs(model, data, forward, progress)
+    split = _split(data, validation, settings.seed)
+    inputs = Inputs(model, split.data, forward, progress)
     processes = Processes(device_of(model), trackers, None if log is None else Path(log).parent)
+    stream = BatchStream(split.data, processes.rank, processes.count)
+    first = _first_batch(inputs, settings, stream)
+    layers = select_layers(model, selection, first, forward)
     frozen = _frozen(model, layers, processes.device)
     blocks = _blocks(frozen, layers, settings)
-    stream = BatchStream(data, processes.rank, processes.count)
+    _warn_if_unknown(split, validation, processes)
 
     # initialize and permute
     known = saved_permutation(run_state, model, layers.choices) if resume and run_state is not None else None
     search = None
     if _wants_search(permute, known, resume, settings, preset, layers):
-        example = _example(inputs, settings, stream) if example is None else example
-        search = Search(example, seconds, bool(permute), known)
+        search = Search(first if example is None else example, seconds, bool(permute), known)
     scores = initial_scores(inputs, layers, settings, search)
     orders = processes.broadcast(order_channels(inputs, layers, settings, search, scores))
     sampler = initial_sampler(inputs, layers, settings, orders, search, scores).to(processes.device)
     del scores  # as large as the weights
 
     # learn
-    learner = _learner(frozen, sampler, blocks, settings, forward, processes, precision)
+    half = precision == "bfloat16" or (precision == "auto" and processes.device.type == "cuda")
+    learner = _learner(frozen, sampler, blocks, settings, forward, processes, half)
+    recipe = {"method": "learn", **settings.described(), "preset": preset, "blocks": blocks}
+    recipe |= {"selection": plain_options(selection), "not_masked": dict(layers.not_masked)}
+    recipe |= {**orders.recipe(), **origin_of(model)}
+
+    def complete(found: Mapping[str, Mask], quality: Mapping[str, Any] | None = None) -> MaskSet:
+        facts = {"quality": quality or {"unknown": "not measured"}, "seconds": round(budget.spent, 1)}
+        return with_digests(_complete(found, layers, orders, recipe | facts), model)
+
+    comparison = Comparison(
+        Validation(learner, split, settings) if split.source else None,
+        Baseline(inputs, layers, orders.choices(layers), settings, sampler.masks()),
+        stream,
+        why_none=split.reason,
+        complete=complete,
+        fallback=fallback and preset is None,
+    )
     file = None
     if run_state is not None:
-        identity = _identity(settings, layers, orders, processes)
-        file = RunFile(Path(run_state), save_every, identity, orders.state())
-    outcome = Loop(learner, stream, settings, processes, Reporter(processes, report, log), file).run(resume)
+        identity, likely = _identity(settings, layers, orders, model, half, split, stream, processes)
+        file = RunFile(Path(run_state), save_every, identity, likely, orders.state())
+    reporter = Reporter(processes, report, log, progress is True)
+    outcome = Loop(learner, stream, settings, processes, reporter, budget, comparison, file).run(resume)
 
     # finish
-    recipe = {"method": "learn", **settings.described(), "preset": preset, "blocks": blocks}
-    recipe |= {"selection": plain_options(selection), **orders.recipe(), **outcome.recipe()}
-    try:
-        masks = _masks(sampler, layers, orders, settings, recipe | origin_of(model))
-    except Exception:
-        if outcome.error is None:
-            raise
-        raise LearningError(outcome.error) from outcome.cause  # a device that failed gives no masks
+    recipe |= outcome.recipe()
     if outcome.error is not None:
-        raise LearningError(outcome.error, masks) from outcome.cause
-    return masks if max_drop is None else _within_budget(inputs, masks, max_drop, drop_data, drop_metric)
+        raise LearningError(outcome.error, _kept(sampler, settings, complete)) from outcome.cause
+    learned = sampler.masks(settings.final, settings.seed)
+    verdict = _verdict(comparison, learned, processes, complete)
+    masks = complete(verdict.masks, verdict.quality())
+    if processes.is_main:
+        verdict.warn()
+    if max_drop is not None:
+        masks = _within_budget(inputs, masks, max_drop, drop_data, drop_metric)
+        masks = processes.broadcast(comparison.judged(masks) if processes.is_main else masks)
+    return masks
 
 
 def _check_options(
@@ -207,6 +258,24 @@ def _check_options(
         raise OptionError("resume=True needs run_state=, the file to resume from")
     if run_state is not None and not resume:
         check_new(run_state)
+
+
+def _split(data: Any, validation: Any, seed: int) -> Split:
+    """What to learn from, and images to judge the masks by."""
+    if validation is None or validation is True:
+        return hold_back(data, seed)
+    everything = hold_back_none(data, seed)
+    if validation is False:
+        return everything
+    return replace(everything, held_back=chosen_from(validation, seed), source="validation=")
+
+
+def _warn_if_unknown(split: Split, validation: Any, processes: Processes) -> None:
+    if not split.source and validation is not False and processes.is_main:
+        warn(
+            f"the quality of the masks will be unknown: {split.reason}; pass more images, or others as validation=",
+            LearningWarning,
+        )
 
 
 def _frozen(model: nn.Module, layers: Layers, device: torch.device) -> nn.Module:
@@ -239,8 +308,8 @@ def _wants_search(
     return known is not None if resume else search_by_default(settings.start, preset, layers.choices)
 
 
-def _example(inputs: Inputs, settings: Settings, stream: BatchStream) -> Any:
-    """A batch to capture the model on, which the run still gets to see."""
+def _first_batch(inputs: Inputs, settings: Settings, stream: BatchStream) -> Any:
+    """The first batch, to look at which layers run and to capture the model on; the run still gets to see it."""
     # Scores that read the data would invalidate a stream that is open already.
     return next(iterate(inputs.data)) if reads_data(settings.start) else stream.peek()
 
@@ -252,9 +321,8 @@ def _learner(
     settings: Settings,
     forward: Forward | None,
     processes: Processes,
-    precision: Precision,
+    half: bool,
 ) -> Learner:
-    half = precision == "bfloat16" or (precision == "auto" and processes.device.type == "cuda")
     return Learner(
         frozen,
         sampler,
@@ -270,27 +338,56 @@ def _learner(
     )
 
 
-def _identity(settings: Settings, layers: Layers, orders: ChannelOrders, processes: Processes) -> dict[str, Any]:
-    """What tells runs apart: a state can only be resumed by a run with the same identity."""
-    return {
+def _identity(
+    settings: Settings,
+    layers: Layers,
+    orders: ChannelOrders,
+    model: nn.Module,
+    half: bool,
+    split: Split,
+    stream: BatchStream,
+    processes: Processes,
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What tells runs apart: what must be the same to resume a run, and what should be."""
+    certain, likely = identity_of_data(split, stream, settings.seed)
+    identity = {
         "settings": settings.described(),
-        "layers": {choice.name: _layout_of(choice) for choice in orders.choices(layers)},
-        "weights": {name: digest(weight) for name, weight in layers.weights.items()},
+        "layers": identity_of_layers(orders.choices(layers)),
+        "model": identity_of_model(model),
+        "precision": "bfloat16" if half else "float32",
+        "data": certain,
         "processes": processes.count,
     }
+    return identity, {"data": likely}
 
 
-def _layout_of(choice: Choice) -> list[Any]:
-    assert choice.layout is not None
-    layout = choice.layout
-    order = layout.channel_order and hashlib.sha256(repr(layout.channel_order).encode()).hexdigest()[:16]
-    return [str(choice.pattern), layout.order, layout.pad, list(layout.shape), order]
+def _kept(sampler: Sampler, settings: Settings, complete: Callable[[dict[str, Mask]], MaskSet]) -> MaskSet | None:
+    """What a run that failed has learned so far."""
+    try:
+        return complete(sampler.masks(settings.final, settings.seed))
+    except Exception:  # a device that failed gives no masks, and the error that is raised says what happened to it
+        return None
 
 
-def _masks(
-    sampler: Sampler, layers: Layers, orders: ChannelOrders, settings: Settings, recipe: dict[str, Any]
-) -> MaskSet:
-    found = sampler.masks(settings.final, settings.seed)
+def _verdict(
+    comparison: Comparison,
+    learned: dict[str, Mask],
+    processes: Processes,
+    complete: Callable[[dict[str, Mask]], MaskSet],
+) -> Verdict:
+    """The better of learned and one-shot masks; an error keeps those that were learned."""
+    try:
+        with deferred_interrupt():  # it takes seconds
+            verdict = processes.broadcast(comparison.choose(learned) if processes.is_main else None)
+    except Exception as error:  # validation and forward are the user's
+        what = f"{first_line(error)}; the masks as learned are in the error's .masks"
+        raise LearningError(what, complete(learned)) from error
+    assert verdict is not None
+    return verdict
+
+
+def _complete(found: Mapping[str, Mask], layers: Layers, orders: ChannelOrders, recipe: Mapping[str, Any]) -> MaskSet:
+    """The masks with fingerprints of their weights, channel orders and a recipe."""
     masks = {
         choice.name: with_fingerprint(found[choice.name], layers.weights[choice.name], choice.shared_with)
         for choice in orders.choices(layers)

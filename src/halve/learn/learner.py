@@ -1,12 +1,14 @@
 """The learner: a module that owns the logits and runs the frozen model with sampled weights. DDP wraps it."""
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from halve.batches import Forward, images_of, run, to_device
+from halve.batches import Forward, images_of, main_output, result_of, to_device
+from halve.detectors import HeadOutputs, first_run, head_outputs, head_outputs_in
 from halve.errors import LearningError, ModelError, listed
 from halve.learn.augment import augmented
 from halve.learn.objective import DISTILLATIONS, Objective, Views, watching
@@ -61,11 +63,11 @@ class Learner(nn.Module):
         return self.sampler.draw(self._seed, step, self._rank + 1000 * micro)
 
     def augmented(self, batch: Any, step: int, micro: int = 0) -> Any:
-        """The batch, with its images augmented if that is enabled and the images are large enough."""
+        """The batch, with its images augmented if that is enabled and they are stacked and large enough."""
         if not self._augment:
             return batch
         images = to_device(images_of(batch), self.model)
-        if images.dim() != 4 or min(images.shape[2:]) < 8:
+        if not isinstance(images, Tensor) or images.dim() != 4 or min(images.shape[2:]) < 8:
             return images
         generator = generator_of(images.device, self._seed + 1, step, self._rank + 1000 * micro)
         return augmented(images, generator)
@@ -93,6 +95,15 @@ class Learner(nn.Module):
         if torch.is_grad_enabled() and not loss.requires_grad:
             raise LearningError("the objective does not depend on the masked weights: no gradient reaches the logits")
         return loss.reshape(())
+
+    @torch.no_grad()
+    def output(self, batch: Any, weights: Mapping[str, Tensor] | None = None) -> Tensor:
+        """The output of the dense network, or with the given weights, by layer name; in the network's own precision."""
+        return self._runner.with_weights(weights or {}, batch)
+
+    def weight(self, name: str) -> Tensor:
+        """The dense weight of a layer."""
+        return self._runner.own_weight(name)
 
     def blame(self, batch: Any, step: int, values: StepValues[float]) -> str | None:
         """The first layer whose output is not finite on this batch, or None."""
@@ -123,21 +134,21 @@ class Runner:
         self.custom = forward is not None
         self._own: dict[str, Tensor] = {}  # original weights of layers that were ever replaced
         self._places: dict[str, list[tuple[dict[str, Any], str]]] = {}  # where they are held; tied ones in several
+        self._heads: set[str] | None = None  # of a detector, empty for other models; unknown before the first run
+        self._dense: tuple[Any, HeadOutputs] | None = None  # the last batch, and what a dense detector's heads return
 
     def __call__(self, batch: Any) -> Tensor:
         """The output with the model's own weights."""
         return self.with_weights({}, batch)
 
     def with_weights(self, weights: Mapping[str, Tensor], batch: Any) -> Tensor:
-        """The output with the given weights, by layer name.
+        """The output with the given weights, by layer name. That of a detector is what its heads return.
 
         They stay in place until the next call, since activation checkpointing runs the model again in the backward
         pass.
         """
         for name in weights.keys() - self._own.keys():
-            own = self.inner.get_submodule(name).weight
-            assert isinstance(own, Tensor)
-            self._own[name] = own
+            self._own[name] = own = self.own_weight(name)
             self._places[name] = [
                 (held, key)
                 for module in self.inner.modules()
@@ -145,7 +156,37 @@ class Runner:
                 for key, tensor in held.items()
                 if tensor is own
             ]
+        run = partial(self._result, weights, batch)
+        if self._heads is None:  # the first run tells whether the model is a detector
+            result, found = first_run(self.inner, run)
+            self._heads = set() if found is None else found.heads
+            if found is None:
+                return main_output(result)
+            if not weights:
+                return self._noted(batch, found).relative_to(found)
+        if not self._heads:
+            return main_output(run())
+        if not weights:
+            found = self._noted(batch, head_outputs(self.inner, run, self._heads))
+            return found.relative_to(found)
+        if self._dense is None or self._dense[0] is not batch:
+            with torch.no_grad():
+                self._noted(batch, head_outputs(self.inner, partial(self._result, {}, batch), self._heads))
+        assert self._dense is not None
+        return head_outputs_in(self._dense[1], self.inner, run).relative_to(self._dense[1])
+
+    def _noted(self, batch: Any, found: HeadOutputs) -> HeadOutputs:
+        self._dense = batch, found
+        return found
+
+    def _result(self, weights: Mapping[str, Tensor], batch: Any) -> Any:
         for name, own in self._own.items():
             for held, key in self._places[name]:
                 held[key] = weights.get(name, own)
-        return run(self.inner, batch, self._forward)
+        return result_of(self.inner, batch, self._forward)
+
+    def own_weight(self, name: str) -> Tensor:
+        """The original weight of a layer."""
+        own = self._own.get(name, self.inner.get_submodule(name).weight)
+        assert isinstance(own, Tensor)
+        return own

@@ -1,7 +1,7 @@
 """The learning loop: steps within a budget, reports, saved states, and what happens when it is cut short."""
 
+import math
 import time
-import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -11,22 +11,25 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from halve.batches import images_of
-from halve.errors import DataError, FileError, LearningWarning, first_line
+from halve.errors import DataError, FileError, LearningWarning, first_line, warn
+from halve.learn.batch_parts import images_in
+from halve.learn.comparison import Comparison, Plan
 from halve.learn.distributed import Processes
 from halve.learn.interrupt import deferred_interrupt
 from halve.learn.learner import Learner
 from halve.learn.probe import Estimate, probe_step
 from halve.learn.reporting import Report, Reporter
 from halve.learn.run_state import RunFile, RunState
-from halve.learn.schedule import Schedule, StepValues
+from halve.learn.schedule import USEFUL_STEPS, Schedule, StepValues
 from halve.learn.settings import Settings
 from halve.learn.step_graph import StepGraph
 from halve.learn.stream import BatchStream
+from halve.learn.time_budget import TimeBudget
 
 _EPSILON = 1e-10  # with millions of blocks, gradients are tiny
 _MAX_STEPS_PER_SECOND = 100_000  # beyond any machine
 _LOOK_EVERY = 10  # steps between looks at entropy and changed blocks; on a GPU, between synchronizations
+_FORESEEABLE = 0.1  # share of a run after which its number of steps is known well enough
 
 Ended = Literal["finished", "interrupted", "data exhausted", "not finite", "failed"]
 
@@ -37,7 +40,6 @@ class Outcome:
 
     ended: Ended
     steps: int
-    seconds: float
     step_graph: bool  # whether the step was recorded as a CUDA graph
     no_step_graph: str | None = None  # why not, on a GPU
     error: str | None = None
@@ -47,7 +49,6 @@ class Outcome:
         """What masks remember of the run."""
         result = {
             "steps_done": self.steps,
-            "seconds": round(self.seconds, 1),
             "ended": self.ended,
             "step_graph": self.step_graph,
         }
@@ -64,10 +65,13 @@ class Loop:
         settings: Settings,
         processes: Processes,
         reporter: Reporter,
+        budget: TimeBudget,
+        comparison: Comparison,
         file: RunFile | None = None,
     ) -> None:
         self.learner, self.stream, self.settings = learner, stream, settings
         self.processes, self.reporter, self.file = processes, reporter, file
+        self.budget, self.comparison = budget, comparison
         self.schedule = Schedule(settings)
         self.logits = learner.sampler.logits
         self.optimizer = torch.optim.AdamW(
@@ -80,12 +84,14 @@ class Loop:
         )
         self.initial_codes = learner.sampler.codes()
         self.step, self.batches, self.images = 0, 0, 0
-        self.seconds_before = 0.0  # spent before the run was resumed
+        self.fraction = self.fraction_before = 0.0  # of the budget; before this call, if the run is resumed
+        self.learning_seconds: float | None = None  # for all steps of this call, once that is known
+        self.step_seconds = 0.0  # that one of them takes
         self.consistent = True  # False within an optimizer step: such a state must not be saved
         self.recent: list[tuple[Any, int, StepValues[float]]] = []  # batches since the last look
         self.changed, self.entropy = 0.0, learner.sampler.entropy()
-        self.minutes = settings.budget_minutes
         self.steps = self._planned_steps()
+        self.foreseen = self.steps is not None  # whether it is known if there will be enough steps
         self.step_graph: StepGraph | str = "not tried yet"
         self.error: str | None = None
         self.cause: Exception | None = None
@@ -110,20 +116,18 @@ class Loop:
         except KeyboardInterrupt:
             if self.consistent:
                 self._save()
-            warnings.warn(
-                f"interrupted after {self.step} steps; {self._how_to_resume()}", LearningWarning, stacklevel=3
-            )
+            warn(f"interrupted after {self.step} steps; {self._how_to_resume()}", LearningWarning)
         except Exception as error:  # of the data, a function of the user's, the log or the device
             if self.step == self.first_step:
                 raise
             ended = self._failed(error)
         eager = self.step_graph if isinstance(self.step_graph, str) else None
         reason = eager if self.logits.is_cuda else None
-        return Outcome(ended, self.step, self._seconds(), eager is None, reason, self.error, self.cause)
+        return Outcome(ended, self.step, eager is None, reason, self.error, self.cause)
 
     def _loop(self, wrapped: Any, interrupted: Callable[[], bool]) -> Ended:
         bad = torch.zeros((), dtype=torch.bool, device=self.logits.device)
-        probed = False
+        planned = False
         while self._fraction() < 1:
             fraction = self._fraction()
             try:
@@ -135,12 +139,15 @@ class Loop:
                     raise KeyboardInterrupt from None
                 raise
             values = self.schedule.at(fraction, self.stream.epoch)
-            if not probed:
+            if not planned:
                 self._estimate(batches[0], values)
                 self.step_graph = self._recorded(batches)
-                probed = True
+                self._plan(batches, interrupted)
+                planned = True
                 self.began = time.perf_counter()
                 self._save(first=True)
+                if self._fraction() >= 1:  # no time is left
+                    break
             loss = self._gradient(wrapped, batches, values)
             self.recent += [(batch, self.step, values) for batch in batches]
             bad |= ~self._guarded_gradient_()
@@ -153,7 +160,7 @@ class Loop:
             self.step += 1
             self.batches = self.stream.taken
             self.consistent = True
-            self.images += sum(_images_in(batch) for batch in batches)
+            self.images += sum(map(images_in, batches))
             look = self.step % _LOOK_EVERY == 0 or self._fraction() >= 1
             if look or not self.logits.is_cuda:
                 if bool(bad):
@@ -164,7 +171,27 @@ class Loop:
                 self._save()
             if self.processes.broadcast(float(interrupted())):
                 raise KeyboardInterrupt
+            self._foresee()
+        if not planned:
+            self._plan_again(interrupted)
+        self._foresee()
         return "finished"
+
+    def _plan(self, batches: list[Any], interrupted: Callable[[], bool]) -> None:
+        """Do all that comes before the first step, and divide the time that is left."""
+        images = self.processes.count * sum(map(images_in, batches))
+        plan = Plan(self.steps, self.budget.left, self.step_seconds, images)
+        reserved = self.comparison.prepare(plan, batches, interrupted) if self.processes.is_main else 0.0
+        reserved = self.processes.broadcast(reserved)
+        if self.budget.left is not None:
+            self.learning_seconds = self.budget.left - reserved
+
+    def _plan_again(self, interrupted: Callable[[], bool]) -> None:
+        """Do what came before the first step of a run that is finished, so that its masks are judged once more."""
+        images = self.settings.accumulate * self.processes.count * sum(map(images_in, self.stream.peek_images(1)))
+        plan = Plan(self.steps, self.budget.seconds, self.budget.spent / max(self.step, 1), images)
+        if self.processes.is_main:
+            self.comparison.prepare(plan, [], interrupted)
 
     def _recorded(self, batches: list[Any]) -> StepGraph | str:
         """Record the step as a CUDA graph; returns the reason if it stays eager."""
@@ -197,15 +224,20 @@ class Loop:
     def _fraction(self) -> float:
         """Share of the budget spent so far, by the main process's clock."""
         if self.steps is not None:
-            return self.step / self.steps
-        assert self.minutes is not None
-        return self.processes.broadcast(self._seconds() / (60 * self.minutes))
+            self.fraction = self.step / self.steps
+        elif self.learning_seconds is not None:
+            self.fraction = self.processes.broadcast(self._fraction_of_time(self.learning_seconds))
+        return self.fraction
 
-    def _seconds(self) -> float:
-        return self.seconds_before + time.perf_counter() - self.began
+    def _fraction_of_time(self, total: float) -> float:
+        here = time.perf_counter() - self.began
+        steps = self.step - self.first_step
+        if here + (here / steps if steps else self.step_seconds) / 2 >= total:  # too late for the better part of a step
+            return 1.0
+        return self.fraction_before + (1 - self.fraction_before) * here / total
 
     def _planned_steps(self) -> int | None:
-        if self.minutes is not None:
+        if self.budget.seconds is not None:
             return None
         if self.settings.epochs is None:
             return self.settings.steps
@@ -215,10 +247,30 @@ class Loop:
 
     def _estimate(self, batch: Any, values: StepValues[float]) -> None:
         seconds, peak = probe_step(self.learner, batch, values)
-        per_step = seconds * self.settings.accumulate
-        left = 60 * (self.minutes or 0) - self.seconds_before
-        total = left if self.steps is None else per_step * (self.steps - self.step)
-        self.reporter.send(Estimate(per_step, total, peak, self.steps))
+        self.step_seconds = seconds * self.settings.accumulate
+        total = (self.budget.left or 0) if self.steps is None else self.step_seconds * (self.steps - self.step)
+        self.reporter.send(Estimate(self.step_seconds, max(total, 0.0), peak, self.steps))
+
+    def _foresee(self) -> None:
+        """Warn once if the time is too short for learning to get far."""
+        if self.foreseen or self.learning_seconds is None or self.fraction < min(1.0, self._foreseeable()):
+            return
+        self.foreseen = True
+        steps, share = self.step - self.first_step, self.fraction - self.fraction_before
+        expected = self.step + (round(steps / share * (1 - self.fraction)) if share > 0 else 0)
+        if expected >= USEFUL_STEPS or not self.processes.is_main:
+            return
+        per_step = (time.perf_counter() - self.began) / steps if steps else self.step_seconds
+        rest = (self.budget.seconds or 0) - self.learning_seconds
+        minutes = math.ceil((rest + USEFUL_STEPS * per_step) / 6) / 10
+        warn(
+            f"the time is enough for about {expected} steps, and masks get much better up to {USEFUL_STEPS} and more: "
+            f"pass minutes={minutes:g} or more, smaller batches, or use a faster device",
+            LearningWarning,
+        )
+
+    def _foreseeable(self) -> float:
+        return self.fraction_before + _FORESEEABLE * (1 - self.fraction_before)
 
     def _report(self, loss: float, values: StepValues[float], look: bool) -> None:
         if look:
@@ -226,7 +278,7 @@ class Loop:
             self.changed = float((self.learner.sampler.codes() != self.initial_codes).double().mean())
         here = max(time.perf_counter() - self.began, 1e-9)
         rate = (self.step - self.first_step) / here
-        left = (self.steps - self.step) / rate if self.steps else 60 * (self.minutes or 0) - self._seconds()
+        left = (self.steps - self.step) / rate if self.steps else self.budget.left or 0.0
         report = Report(
             step=self.step,
             steps=self.steps,
@@ -238,7 +290,7 @@ class Loop:
             noise=values.noise,
             guidance=values.guidance,
             images_per_s=self.images * self.processes.count / here,
-            seconds=self._seconds(),
+            seconds=self.budget.spent,
             seconds_left=max(left, 0.0),
         )
         self.reporter.send(report, keep=look)
@@ -249,18 +301,21 @@ class Loop:
         if self.file is None or not self.processes.is_main:
             return
         try:
-            self.file.save(self.optimizer, self.logits, self.step, self.batches, self._seconds())
+            progress = (self.step, self.batches, self.budget.spent, min(self.fraction, 1.0))
+            self.file.save(self.optimizer, self.logits, *progress)
         except FileError as error:
             if first:
                 raise
-            warnings.warn(f"{error}; the state was not saved", LearningWarning, stacklevel=4)
+            warn(f"{error}; the state was not saved", LearningWarning)
 
     def _resume(self) -> None:
         assert self.file is not None
         state = self.file.restore_(self.optimizer, self.logits)
         self._check_progress(state)
-        self.step, self.batches, self.seconds_before = state.step, state.batches, state.seconds
-        left = state.step < self.steps if self.steps is not None else state.seconds < 60 * (self.minutes or 0)
+        self.step, self.batches = state.step, state.batches
+        self.fraction = self.fraction_before = state.fraction
+        self.budget.resume(state.seconds)
+        left = self._fraction() < 1
         if self.stream.repeats:
             try:
                 self.stream.skip(state.batches if left else min(state.batches, 1))  # a finished run reads no more
@@ -269,11 +324,10 @@ class Loop:
                     f"the data has no batches left to resume with: {self.file.path} was learned from {state.batches}"
                 ) from None
         else:
-            warnings.warn(
+            warn(
                 "the data is an iterator, which cannot be rewound: learning continues with the batches that come next, "
                 "and the masks will not be bit-identical to those of an uninterrupted run",
                 LearningWarning,
-                stacklevel=4,
             )
 
     def _check_progress(self, state: RunState) -> None:
@@ -290,11 +344,10 @@ class Loop:
         if self.step == 0:
             raise DataError("the data gave no batch: it is empty, or an iterator that was consumed before")
         self._save()
-        warnings.warn(
+        warn(
             f"the data was exhausted after {self.step} steps; "
             f"pass data that can be iterated over again, such as a DataLoader",
             LearningWarning,
-            stacklevel=4,
         )
         return "data exhausted"
 
@@ -315,7 +368,7 @@ class Loop:
             try:
                 self._save()
             except Exception as again:  # a device that failed cannot be read
-                warnings.warn(f"the state of the run was not saved: {first_line(again)}", LearningWarning, stacklevel=4)
+                warn(f"the state of the run was not saved: {first_line(again)}", LearningWarning)
         self.cause = error
         self.error = (
             f"learning failed after {self.step} steps: {first_line(error)}. "
@@ -327,10 +380,3 @@ class Loop:
         if self.file is None:
             return "pass run_state=FILE to be able to resume a run"
         return f"resume=True continues from {self.file.path}"
-
-
-def _images_in(batch: Any) -> int:
-    try:
-        return len(images_of(batch))
-    except DataError:  # a batch that only the user's forward understands
-        return 1

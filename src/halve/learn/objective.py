@@ -29,7 +29,7 @@ class Views:
     >>> def squared(views: halve.Views) -> Tensor:
     ...     return (views.output - views.dense_output).square().mean()
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 1)).eval()
-    >>> halve.learn(model, torch.randn(64, 8), objective=squared, steps=2)
+    >>> halve.learn(model, torch.randn(64, 8), objective=squared, steps=2, fallback=False)
     MaskSet(1 layer, 64 weights, 50.0 % kept)
     """
 

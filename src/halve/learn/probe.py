@@ -3,16 +3,16 @@
 import gc
 import sys
 import time
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from halve.errors import ModelError
+from halve.learn.batch_parts import length_of, part_of
 from halve.learn.learner import Learner
 from halve.learn.schedule import StepValues
+from halve.progress import duration
 
 
 class Estimate(NamedTuple):
@@ -22,6 +22,11 @@ class Estimate(NamedTuple):
     seconds: float
     peak_bytes: int
     steps: int | None
+
+    def __str__(self) -> str:
+        steps = "" if self.steps is None else f"{self.steps} steps, "
+        total = f"about {duration(self.seconds)} ({self.seconds_per_step:.2f} s per step)"
+        return f"{steps}{total}, {self.peak_bytes / 1e9:.2f} GB of memory"
 
 
 def probe_step(learner: Learner, batch: Any, values: StepValues[float]) -> tuple[float, int]:
@@ -69,14 +74,14 @@ def _seconds(learner: Learner, batch: Any, values: StepValues[float]) -> float |
 
 
 def _out_of_memory(learner: Learner, batch: Any, values: StepValues[float]) -> str:
-    size = _length(batch)
+    size = length_of(batch)
     if not size:
         return "a batch does not fit into memory: use smaller batches with accumulate="
     smaller = size // 2
     while smaller:
         gc.collect()
         torch.cuda.empty_cache()
-        if _seconds(learner, _first(batch, size, smaller), values) is not None:
+        if _seconds(learner, part_of(batch, 0, smaller), values) is not None:
             accumulate = -(-size // smaller)
             return (
                 f"a batch of {size} images does not fit into memory, but {smaller} do: "
@@ -84,23 +89,3 @@ def _out_of_memory(learner: Learner, batch: Any, values: StepValues[float]) -> s
             )
         smaller //= 2
     return "a single image does not fit into memory beside the logits: mask fewer layers, or use a CPU"
-
-
-def _length(batch: Any) -> int:
-    """Number of images in a batch: the length of its first part."""
-    if isinstance(batch, tuple | list) and batch:
-        return _length(batch[0])
-    parts = batch.values() if isinstance(batch, Mapping) else [batch]
-    return next((len(part) for part in parts if isinstance(part, Tensor | list | np.ndarray)), 0)
-
-
-def _first(batch: Any, size: int, count: int) -> Any:
-    """The first images of a batch, with their labels."""
-    if isinstance(batch, Mapping):
-        return {key: _first(value, size, count) for key, value in batch.items()}
-    if isinstance(batch, Tensor | list | np.ndarray) and len(batch) == size:
-        return batch[:count]
-    if isinstance(batch, tuple | list):
-        items = [_first(item, size, count) for item in batch]
-        return type(batch)(*items) if hasattr(batch, "_fields") else type(batch)(items)
-    return batch

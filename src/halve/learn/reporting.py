@@ -10,6 +10,7 @@ from typing import IO, Any
 from halve.errors import FileError
 from halve.learn.distributed import Processes
 from halve.learn.probe import Estimate
+from halve.progress import StatusLine, bar, duration
 
 _TRACKED = ("loss", "entropy", "changed", "lr", "images_per_s")
 
@@ -31,13 +32,24 @@ class Report:
     seconds: float
     seconds_left: float
 
+    def __str__(self) -> str:
+        return (
+            f"loss {self.loss:.4f}, {duration(self.seconds_left)} left, changed {self.changed:.1%}, "
+            f"{self.images_per_s:.0f} images/s, entropy {self.entropy:.2f}"
+        )
+
 
 class Reporter:
-    """Sends events to the user's function, the log and the trackers."""
+    """Sends events to the user's function, the log and the trackers. Without a function they are shown."""
 
     def __init__(
-        self, processes: Processes, report: Callable[[Estimate | Report], None] | None, log: str | Path | None
+        self,
+        processes: Processes,
+        report: Callable[[Estimate | Report], None] | None,
+        log: str | Path | None,
+        show: bool = False,
     ) -> None:
+        self._line = StatusLine() if show and report is None else None
         self._processes, self._report, self._log = processes, report, log
         self._file: IO[str] | None = None
         self._replaces = False  # whether the log still holds the lines of an earlier run
@@ -51,6 +63,8 @@ class Reporter:
                 self._replaces = self._file is not None and not append and Path(self._file.name).is_file()
                 yield
         finally:
+            if self._line is not None:
+                self._line.clear()
             self._processes.stop_trackers()
 
     @contextmanager
@@ -74,6 +88,11 @@ class Reporter:
             return
         if self._report is not None:
             self._report(event)
+        elif self._line is not None and isinstance(event, Report):
+            share = event.seconds / max(event.seconds + event.seconds_left, 1e-9)
+            self._line.show(f"learning {bar(share)} step {event.step}, {event}")
+        elif self._line is not None:
+            self._line.show(f"learning ... {event}")
         if keep and isinstance(event, Report):
             values = asdict(event)
             self._processes.track({key: values[key] for key in _TRACKED}, event.step)

@@ -8,15 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halve.errors import FileError, MaskError, listed
+from halve.errors import FileError, LearningWarning, MaskError, listed, warn
 from halve.masks import storage
 from halve.masks.moves import check_moves
 from halve.permute.permute import Permutation
 from halve.select.select import Choice
 
-FORMAT = storage.Format("halve.learning", 1, "run state", "'halve learn'")
+FORMAT = storage.Format("halve.learning", 2, "run state", "'halve learn'")
 SUFFIX = ".learning.safetensors"
-_HEADER = ("identity", "step", "batches", "seconds", "permutation")
+_HEADER = ("identity", "data", "step", "batches", "seconds", "fraction", "permutation")
 _LARGEST = 10**12  # steps, batches or seconds: beyond any run
 _TENSORS = ("logits", "exp_avg", "exp_avg_sq")
 
@@ -25,15 +25,18 @@ _TENSORS = ("logits", "exp_avg", "exp_avg_sq")
 class RunState:
     """The state of a run after a step.
 
-    `identity` tells runs apart: settings, layers, weights and number of processes. `permutation` holds the channel
-    orders, since a search with a time limit may not find them again, or the reason why there are none; it is None if no
-    search was made.
+    `identity` tells runs apart: settings, layers, model, precision, number of processes, and what is certain of the
+    data. `data` is what only may tell data apart, such as a digest of images that may be transformed at random.
+    `fraction` is the share of the budget that was spent. `permutation` holds the channel orders, since a search with a
+    time limit may not find them again, or the reason why there are none; it is None if no search was made.
     """
 
     identity: dict[str, Any]
+    data: dict[str, Any]
     step: int
     batches: int
     seconds: float
+    fraction: float
     logits: Tensor
     exp_avg: Tensor
     exp_avg_sq: Tensor
@@ -51,23 +54,25 @@ class RunState:
         theirs = header.get("identity")
         if not isinstance(theirs, dict):
             raise FileError(f"{path} is damaged: it does not say which run it belongs to")
-        there, here = _flat(theirs), _flat(identity)
-        if different := [key for key in here | there if here.get(key) != there.get(key)]:
-            shown = [f"{key} ({_brief(there.get(key))} there, {_brief(here.get(key))} here)" for key in different]
+        if different := _differences(theirs, identity):
             raise FileError(
-                f"{path} is the state of another run: {listed(shown, 4)} differ; "
-                f"resume with the same settings, or start a new run with another run_state="
+                f"{path} is the state of another run: {different} differ; "
+                f"resume with the same model, data and settings, or start a new run with another run_state="
             )
         if header.keys() != set(_HEADER):
             raise FileError(f"{path} is damaged: its header must have the keys {', '.join(_HEADER)}")
         step, batches = (_number(path, header, key, (int,)) for key in ("step", "batches"))
         seconds = float(_number(path, header, "seconds", (int, float)))
+        fraction = float(_number(path, header, "fraction", (int, float), most=1))
+        data = header["data"]
+        if not isinstance(data, dict):
+            raise FileError(f"{path} is damaged: what it says of the data must be a JSON object")
         _check_tensors(path, tensors, logits)
         permutation = header["permutation"]
         if not isinstance(permutation, dict | None):
             raise FileError(f"{path} is damaged: its permutation must be a JSON object or null")
         logits, exp_avg, exp_avg_sq = (tensors[name] for name in _TENSORS)
-        return cls(dict(identity), step, batches, seconds, logits, exp_avg, exp_avg_sq, permutation)
+        return cls(dict(identity), data, step, batches, seconds, fraction, logits, exp_avg, exp_avg_sq, permutation)
 
 
 @dataclass(frozen=True)
@@ -77,16 +82,31 @@ class RunFile:
     path: Path
     save_every: float  # seconds
     identity: dict[str, Any]
+    data: dict[str, Any]
     permutation: dict[str, Any] | None
 
-    def save(self, optimizer: torch.optim.Optimizer, logits: Tensor, step: int, batches: int, seconds: float) -> None:
+    def save(
+        self,
+        optimizer: torch.optim.Optimizer,
+        logits: Tensor,
+        step: int,
+        batches: int,
+        seconds: float,
+        fraction: float,
+    ) -> None:
         """Save the state of the run."""
-        averages = optimizer_state(optimizer, logits)
-        RunState(self.identity, step, batches, seconds, logits.detach(), *averages, self.permutation).save(self.path)
+        progress, averages = (step, batches, seconds, fraction), optimizer_state(optimizer, logits)
+        RunState(self.identity, self.data, *progress, logits.detach(), *averages, self.permutation).save(self.path)
 
     def restore_(self, optimizer: torch.optim.Optimizer, logits: Tensor) -> RunState:
-        """Load the state, and put its logits and averages in place."""
+        """Load the state, and put its logits and averages in place. Warns if the data seems to be other data."""
         state = RunState.load(self.path, self.identity, logits)
+        if different := _differences(state.data, self.data):
+            warn(
+                f"{self.path} seems to be learned from other data: {different} differ. If the data is not shuffled or "
+                f"transformed at random, resume with the data that the run was started with",
+                LearningWarning,
+            )
         restore_(optimizer, logits, state)
         return state
 
@@ -142,11 +162,13 @@ def restore_(optimizer: torch.optim.Optimizer, logits: Tensor, state: RunState) 
         }
 
 
-def _number(path: str | Path, header: Mapping[str, Any], key: str, kinds: tuple[type, ...]) -> Any:
+def _number(
+    path: str | Path, header: Mapping[str, Any], key: str, kinds: tuple[type, ...], most: int = _LARGEST
+) -> Any:
     value = header[key]
-    if type(value) not in kinds or not 0 <= value <= _LARGEST:
+    if type(value) not in kinds or not 0 <= value <= most:
         what = "an integer" if kinds == (int,) else "a number"
-        raise FileError(f"{path} is damaged: {key} must be {what} from 0 to {_LARGEST:,}, got {_brief(value)}")
+        raise FileError(f"{path} is damaged: {key} must be {what} from 0 to {most:,}, got {_brief(value)}")
     return value
 
 
@@ -161,6 +183,14 @@ def _check_tensors(path: str | Path, tensors: Mapping[str, Tensor], logits: Tens
     bad = [name for name, tensor in tensors.items() if bool(tensor.isnan().any())]
     if bad or bool(tensors["logits"].isinf().any()) or bool((tensors["exp_avg_sq"] < 0).any()):
         raise FileError(f"{path} is damaged: its logits and averages must be finite, and its squares not negative")
+
+
+def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:
+    """What differs, by name and with both values; empty if nothing does."""
+    theirs, ours = _flat(there), _flat(here)
+    different = [key for key in ours | theirs if ours.get(key) != theirs.get(key)]
+    shown = [f"{key} ({_brief(theirs.get(key))} there, {_brief(ours.get(key))} here)" for key in different]
+    return listed(shown, 4)
 
 
 def _flat(identity: Mapping[str, Any]) -> dict[str, Any]:

@@ -89,6 +89,11 @@ class Settings:
             )
         if not _is_pair(self.noises, lambda x: x >= 0):
             raise OptionError(f"noise must be a non-negative number or a pair (start, end) of them, got {self.noise!r}")
+        self._require(
+            "features",
+            lambda x: x is None or (isinstance(x, tuple) and x and all(isinstance(glob, str) for glob in x)),
+            "one or more names or globs of modules, or None for the repeated blocks",
+        )
         self._require("schedule", lambda x: x in get_args(LrSchedule), f"one of {listed(get_args(LrSchedule))}")
         self._require("final", lambda x: x in get_args(Final), f"one of {listed(get_args(Final))}")
 

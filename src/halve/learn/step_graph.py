@@ -46,7 +46,8 @@ class StepGraph:
         if not learner.repeatable:
             return "a custom forward or objective may do different work in every step"
         try:
-            return cls(learner, learner.augmented(to_device(images_of(batch), learner.model), 0))
+            images = learner.augmented(to_device(images_of(batch), learner.model), 0)
+            return cls(learner, images) if isinstance(images, Tensor) else "batches are lists of images of any sizes"
         except Exception as error:  # the model's code may do what cannot be recorded, and raise anything
             torch.cuda.synchronize()
             return first_line(error)
@@ -54,9 +55,10 @@ class StepGraph:
     def fits(self, batch: Any) -> bool:
         """Whether a batch has the recorded shape."""
         try:
-            return images_of(batch).shape == self._images.shape
+            images = images_of(batch)
         except DataError:
             return False
+        return isinstance(images, Tensor) and images.shape == self._images.shape
 
     def gradient_(self, batch: Any, step: int, values: StepValues[float]) -> Tensor:
         """Set the logits' gradient for a batch and return its loss."""

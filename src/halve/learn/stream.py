@@ -5,6 +5,7 @@ from itertools import chain
 from typing import Any
 
 from halve.batches import as_batches, iterate
+from halve.learn.batch_parts import images_in
 
 
 class BatchStream:
@@ -46,6 +47,18 @@ class BatchStream:
         batch = next(iterate(batches))
         self._iterator = chain([batch], batches)
         return batch
+
+    def peek_images(self, images: int) -> list[Any]:
+        """The next batches, of all processes, without taking them: so many images, or the rest of this pass."""
+        batches, found = self._opened(), list[Any]()
+        while images > 0:
+            batch = next(batches, None)
+            if batch is None:
+                break
+            found.append(batch)
+            images -= images_in(batch)
+        self._iterator = chain(found, batches)
+        return found
 
     def next(self) -> Any:
         """The next batch of this process. Raises `StopIteration` when the data is exhausted."""

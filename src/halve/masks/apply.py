@@ -1,19 +1,18 @@
 """Apply a MaskSet to a copy of a model."""
 
 import difflib
-import warnings
-from collections.abc import Mapping
 from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from halve.errors import ChangedWeightsWarning, ChannelOrderWarning, MaskError, OptionError, listed
+from halve.errors import ChangedWeightsWarning, ChannelOrderWarning, MaskError, OptionError, listed, warn
+from halve.masks.digests import matching_dtype, named_tensors
 from halve.masks.fingerprint import digest
 from halve.masks.layout import unpermuted
 from halve.masks.mask import Mask, MaskSet
 from halve.masks.moves import fits, inverse_of, move_, moved_back
-from halve.modules import clone, kind_of, set_weight_, weight_name, weight_of
+from halve.modules import clone, kind_of, set_weight_, unwrapped, weight_name, weight_of
 
 OnChanged = Literal["warn", "error", "ignore"]
 
@@ -46,11 +45,10 @@ def apply(model: nn.Module, masks: MaskSet, *, permute: bool = True, on_changed:
         move_(copy, masks.moves)
         _check_contiguous(copy, masks)
     elif scattered := [name for name, mask in masks.items() if mask.layout.channel_order is not None]:
-        warnings.warn(
+        warn(
             f"permute=False keeps the checkpoint's channel order: {len(scattered)} of {len(masks)} masked layers are "
             f"not N:M in place, and no hardware can use them",
             ChannelOrderWarning,
-            stacklevel=2,
         )
     return copy
 
@@ -65,7 +63,7 @@ def applied_in_checkpoint_order(model: nn.Module, masks: MaskSet, on_changed: On
         message = _changed_message(updates)
         if on_changed == "error":
             raise MaskError(f"{message}; on_changed='warn' applies the masks anyway")
-        warnings.warn(message, ChangedWeightsWarning, stacklevel=3)  # the caller of the public function
+        warn(message, ChangedWeightsWarning)
     for name, mask in masks.items():
         set_weight_(copy.get_submodule(name), mask.apply_to(weights[name]))
     _copy_statistics_(copy, masks.statistics)
@@ -84,27 +82,53 @@ def restore_order(model: nn.Module, masks: MaskSet) -> nn.Module:
     >>> torch.equal(halve.restore_order(sparse, masks)[4].weight, model[4].weight)
     True
     """
-    weights = check_fit(model, masks)
+    model = unwrapped(model)
+    moved = is_moved(model, masks)
     copy = clone(model)
-    if is_moved(weights, masks):
+    if moved:
         move_(copy, inverse_of(masks.moves))
     return copy
 
 
-def is_moved(weights: Mapping[str, Tensor], masks: MaskSet) -> bool:
-    """Whether the channels of a model with these weights were moved.
+def is_moved(model: nn.Module, masks: MaskSet) -> bool:
+    """Whether `apply` moved the channels of a model. Raises if a mask does not fit its layer.
 
-    The fingerprints tell: moved back, the weights are closer to those that the masks were made for.
+    Moved back, a masked weight has its zeros where the mask drops weights. A dense one is closer to the weight that the
+    mask was made for, as its fingerprint tells. If the masked layers have no moves, the digests of other tensors tell.
     """
     moves = masks.moves
-    unmoved = moved = 0.0
-    for name, mask in masks.items():
-        dims = moves.get(weight_name(name), {})
-        if mask.fingerprint is not None and dims and fits(weights[name], dims):
-            unmoved += 0.0 if is_unchanged(weights[name], mask) else mask.fingerprint.update(weights[name])
-            back = moved_back(weights[name], dims)
-            moved += 0.0 if is_unchanged(back, mask) else mask.fingerprint.update(back)
-    return moved < 0.5 * unmoved  # for unrelated weights, such as another training run, the two are about equal
+    pairs = [
+        (masks[name], weight, moved_back(weight, dims))
+        for name, weight in check_fit(model, masks).items()
+        if (dims := moves.get(weight_name(name))) and fits(weight, dims)
+    ]
+    unmoved = sum(_is_applied(weight, mask) for mask, weight, _ in pairs)
+    moved = sum(_is_applied(back, mask) for mask, _, back in pairs)
+    if unmoved != moved:
+        return moved > unmoved
+    distance = sum(_distance(weight, mask) for mask, weight, _ in pairs)
+    distance_back = sum(_distance(back, mask) for mask, _, back in pairs)
+    if distance or distance_back:
+        return distance_back < 0.5 * distance  # about equal for unrelated weights, such as another training run
+    known = masks.digests.dense if masks.digests is not None else {}
+    others = [
+        (known[name], tensor, moved_back(tensor, moves[name]))
+        for name, tensor in named_tensors(model, masks).items()
+        if name in moves and name in known and fits(tensor, moves[name])
+    ]
+    unmoved = sum(matching_dtype(tensor, digests) is not None for digests, tensor, _ in others)
+    moved = sum(matching_dtype(back, digests) is not None for digests, _, back in others)
+    return moved > unmoved
+
+
+def _is_applied(weight: Tensor, mask: Mask) -> bool:
+    """Whether all weights that the mask drops are zero."""
+    return not bool(weight[~mask.kept().to(weight.device)].any())
+
+
+def _distance(weight: Tensor, mask: Mask) -> float:
+    """The estimated relative difference to the weight that the mask was made for; 0 if unknown."""
+    return 0.0 if mask.fingerprint is None or is_unchanged(weight, mask) else mask.fingerprint.update(weight)
 
 
 def check_dense(model: nn.Module, masks: MaskSet) -> None:

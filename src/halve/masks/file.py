@@ -3,7 +3,8 @@
 A 2:4 mask takes about three quarters of a bit per weight. docs/file-format.md specifies the bytes. In short: the header
 holds each layer's pattern, layout and digests; the tensor `codes:LAYER` holds its codes at `Pattern.bits` bits each,
 `sketch:LAYER` the sketches of its fingerprint, and `channel_order:LAYER` its channel order, if any. `statistics:BUFFER`
-are recalibrated BatchNorm buffers, and `order:K` are the orders that the header's `moves` refer to.
+are recalibrated BatchNorm buffers, and `order:K` are the orders that the header's `moves` refer to. `digests` holds the
+digests of all tensors of the model, which the header's `digests` names.
 """
 
 import json
@@ -18,24 +19,28 @@ from torch import Tensor
 from halve.errors import FileError, HalveError, listed
 from halve.masks import storage
 from halve.masks.bits import pack_bits, unpack_bits
+from halve.masks.digests import Digests, dtypes_of
 from halve.masks.fingerprint import SKETCH, Fingerprint
 from halve.masks.layout import Layout
 from halve.masks.mask import Mask, MaskSet
 from halve.masks.moves import Moves
 from halve.masks.pattern import Pattern
+from halve.modules import weight_name
 
 FORMAT = storage.Format("halve.masks", 1, "mask file", "'halve learn' or 'halve prune'")
 SUFFIX = ".masks.safetensors"
 MAX_RECIPE = 1 << 20
 _MAX_WEIGHTS = 1 << 40
+_DIGEST = 32  # bytes
 _TEXTS = {"pattern", "kind", "order"}
+OPTIONAL_KEYS = {"moves", "digests"}
 _KEYS = _TEXTS | {"shape", "groups", "pad", "shared_with", "dense", "masked"}
 
 
-def save(masks: MaskSet, path: str | Path) -> Path:
+def save(masks: MaskSet, path: str | Path, *, force: bool = False) -> Path:
     """Write a mask file atomically; see `MaskSet.save`."""
     tensors = {f"codes:{name}": pack_bits(mask.stored_codes, mask.pattern.bits) for name, mask in masks.items()}
-    return storage.write(path, FORMAT, header_of(masks), tensors | tensors_of(masks))
+    return storage.write(path, FORMAT, header_of(masks), tensors | tensors_of(masks), force=force)
 
 
 def load(path: str | Path) -> MaskSet:
@@ -54,8 +59,10 @@ def load(path: str | Path) -> MaskSet:
     True
     """
     _, header, tensors = storage.read(path, [FORMAT])
-    if header.keys() - {"moves"} != {"layers", "recipe"}:
-        raise FileError(f"{path} is damaged: its header must have the keys layers, recipe and optionally moves")
+    if header.keys() - OPTIONAL_KEYS != {"layers", "recipe"}:
+        raise FileError(
+            f"{path} is damaged: its header must have the keys layers, recipe and optionally digests and moves"
+        )
 
     def codes(name: str, pattern: Pattern, layout: Layout) -> Tensor:
         count = layout.rows * layout.blocks
@@ -75,7 +82,13 @@ def header_of(masks: MaskSet) -> dict[str, Any]:
         _check_recipe(masks.recipe)
     except (TypeError, ValueError, RecursionError) as error:
         raise FileError(f"the recipe cannot be stored: {error}") from error
-    header = {"layers": {name: _describe(mask) for name, mask in masks.items()}, "recipe": masks.recipe}
+    header: dict[str, Any] = {
+        "layers": {name: _describe(mask) for name, mask in masks.items()},
+        "recipe": masks.recipe,
+    }
+    if (digests := masks.digests) is not None:
+        tensors = {name: _dtype_name(next(iter(known))) for name, known in digests.dense.items()}
+        header["digests"] = {"tensors": tensors, "tied": dict(digests.tied)}
     number = _numbers(masks.moves)
     moves = {
         name: {str(dim): number[order] for dim, order in dims.items()} for name, dims in masks.moves.items() if dims
@@ -94,6 +107,11 @@ def tensors_of(masks: MaskSet) -> dict[str, Tensor]:
             tensors[f"channel_order:{name}"] = torch.tensor(mask.layout.channel_order, dtype=torch.int32)
     for order, number in _numbers(masks.moves).items():
         tensors[f"order:{number}"] = torch.tensor(order, dtype=torch.int32)
+    if (digests := masks.digests) is not None:
+        masked = (digests.masked[name] for name in masks)  # in the order of the header's layers
+        rows = [bytes.fromhex(digest) for known in (*digests.dense.values(), *masked) for digest in known.values()]
+        flat = torch.tensor(list(b"".join(rows)), dtype=torch.uint8)
+        tensors["digests"] = flat.reshape(-1, _DIGEST)
     return tensors
 
 
@@ -130,9 +148,41 @@ def masks_from(path: Path, header: Mapping[str, Any], tensors: dict[str, Tensor]
     names = [key for key in tensors if key.startswith(prefix)]
     statistics = {key.removeprefix(prefix): tensors.pop(key) for key in names}
     try:
-        return MaskSet(masks, statistics, recipe, _moves(header.get("moves", {}), tensors))
+        moves = _moves(header.get("moves", {}), tensors)
+        digests = _digests(header["digests"], masks, tensors) if "digests" in header else None
+        return MaskSet(masks, statistics, recipe, moves, digests)
     except (HalveError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise FileError(f"{path} is damaged: its moves: {error}") from error
+        raise FileError(f"{path} is damaged: its moves or digests: {error}") from error
+
+
+def _digests(entry: Any, masks: Mapping[str, Mask], tensors: dict[str, Tensor]) -> Digests:
+    if entry.keys() != {"tensors", "tied"}:
+        raise ValueError("digests must have the keys tensors and tied")
+    dtypes, tied = {name: _dtype(text) for name, text in entry["tensors"].items()}, dict(entry["tied"])
+    if not all(isinstance(other, str) for other in tied.values()):
+        raise ValueError("tied tensors must be names")
+    masked = {name: dtypes[tied.get(weight_name(name), weight_name(name))] for name in masks}
+    stored = tensors.pop("digests")
+    count = sum(len(dtypes_of(dtype)) for dtype in (*dtypes.values(), *masked.values()))
+    if stored.dtype != torch.uint8 or tuple(stored.shape) != (count, _DIGEST):
+        raise ValueError(f"expected {count} digests of {_DIGEST} bytes")
+    rows = iter(stored.numpy())
+    dense = {name: {each: next(rows).tobytes().hex() for each in dtypes_of(dtype)} for name, dtype in dtypes.items()}
+    left = {name: {each: next(rows).tobytes().hex() for each in dtypes_of(dtype)} for name, dtype in masked.items()}
+    return Digests(dense, left, tied)
+
+
+def _dtype_name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _dtype(name: Any) -> torch.dtype:
+    if not isinstance(name, str) or name not in _DTYPES:
+        raise ValueError(f"{str(name)[:40]!r} is not a dtype")
+    return _DTYPES[name]
+
+
+_DTYPES = {_dtype_name(dtype): dtype for dtype in vars(torch).values() if isinstance(dtype, torch.dtype)}
 
 
 def _moves(entry: Any, tensors: dict[str, Tensor]) -> Moves:

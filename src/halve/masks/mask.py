@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from halve.errors import MaskError, listed
+from halve.masks.digests import Digests
 from halve.masks.fingerprint import Fingerprint
 from halve.masks.layout import Layout
 from halve.masks.moves import Moves, checked
@@ -146,6 +147,7 @@ class MaskSet(Mapping[str, Mask]):
         statistics: Recalibrated BatchNorm buffers by state-dict name, which `apply` copies into the model.
         recipe: How the masks were made, as plain JSON values.
         moves: How `apply` moves channels, by state-dict name. Empty unless permuted.
+        digests: Digests of all tensors of the model that the masks were made for, if known.
 
     >>> import halve
     >>> masks = halve.prune(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)))
@@ -161,9 +163,13 @@ class MaskSet(Mapping[str, Mask]):
         statistics: Mapping[str, Tensor] | None = None,
         recipe: Mapping[str, Any] | None = None,
         moves: Moves | None = None,
+        digests: Digests | None = None,
     ) -> None:
         self._masks = dict(masks)
         self._moves = checked(moves or {})
+        self._digests = digests
+        if digests is not None:
+            digests.check({name: mask.fingerprint for name, mask in self._masks.items()})
         self._statistics = {name: value.detach().cpu().clone() for name, value in (statistics or {}).items()}
         self._recipe = dict(recipe or {})
 
@@ -183,6 +189,7 @@ class MaskSet(Mapping[str, Mask]):
         return (
             self._masks == other._masks
             and self._moves == other._moves
+            and self._digests == other._digests
             and mine.keys() == theirs.keys()
             and all(torch.equal(mine[name], theirs[name]) for name in mine)
         )
@@ -209,6 +216,11 @@ class MaskSet(Mapping[str, Mask]):
         return {name: dict(dims) for name, dims in self._moves.items()}
 
     @property
+    def digests(self) -> Digests | None:
+        """Digests of all tensors of the model that the masks were made for; None if unknown."""
+        return self._digests
+
+    @property
     def weights(self) -> int:
         """Number of weights in the masked layers, kept or not."""
         return sum(mask.layout.weights for mask in self.values())
@@ -232,19 +244,29 @@ class MaskSet(Mapping[str, Mask]):
 
     def with_statistics(self, statistics: Mapping[str, Tensor]) -> "MaskSet":
         """The same masks with recalibrated BatchNorm buffers."""
-        return MaskSet(self._masks, statistics, self._recipe, self._moves)
+        return MaskSet(self._masks, statistics, self._recipe, self._moves, self._digests)
+
+    def with_digests(self, digests: Digests) -> "MaskSet":
+        """The same masks with digests of the model that they were made for."""
+        return MaskSet(self._masks, self._statistics, self._recipe, self._moves, digests)
 
     def without(self, names: Collection[str]) -> "MaskSet":
         """The same masks except those of `names`, which stay dense."""
         rest = {name: mask for name, mask in self.items() if name not in names}
-        return MaskSet(rest, self._statistics, self._recipe, self._moves)
+        digests = self._digests and self._digests.only(rest)
+        return MaskSet(rest, self._statistics, self._recipe, self._moves, digests)
 
     def with_recipe(self, **entries: Any) -> "MaskSet":
         """The same masks with recipe entries added or replaced."""
-        return MaskSet(self._masks, self._statistics, {**self._recipe, **entries}, self._moves)
+        return MaskSet(self._masks, self._statistics, {**self._recipe, **entries}, self._moves, self._digests)
 
-    def save(self, path: str | Path) -> Path:
-        """Write the masks to a file, customarily `NAME.masks.safetensors`, atomically. `halve.load` reads it."""
+    def save(self, path: str | Path, *, force: bool = False) -> Path:
+        """Write the masks to a file, customarily `NAME.masks.safetensors`, atomically. `halve.load` reads it.
+
+        Args:
+            path: File to write. An older mask file is replaced; anything else is not, such as the dense checkpoint.
+            force: Replace an existing file, whatever it is. Default: False.
+        """
         from halve.masks.file import save
 
-        return save(self, path)
+        return save(self, path, force=force)

@@ -11,11 +11,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from halve.errors import FileError, HalveError, MaskError, ModelError, OptionError, listed
+from halve.errors import DtypeWarning, FileError, HalveError, MaskError, ModelError, OptionError, listed, warn
 from halve.masks import storage
 from halve.masks.apply import OnChanged, applied_in_checkpoint_order
 from halve.masks.bits import pack_bits, unpacked_chunks
-from halve.masks.file import header_of, masks_from, tensors_of
+from halve.masks.file import OPTIONAL_KEYS, header_of, masks_from, tensors_of
 from halve.masks.layout import Layout
 from halve.masks.mask import Mask, MaskSet
 from halve.masks.moves import fits, moved
@@ -42,6 +42,7 @@ def pack(
     *,
     dtype: torch.dtype | None = None,
     on_changed: OnChanged = "warn",
+    force: bool = False,
 ) -> Path:
     """Write the masked model's checkpoint with kept values only, atomically, and return its path.
 
@@ -49,9 +50,12 @@ def pack(
         model: The dense model. It is not changed.
         masks: Its masks.
         path: File to write, customarily `NAME.packed.safetensors`.
-        dtype: Cast floating-point tensors to this dtype first (default: keep theirs).
+        dtype: Cast floating-point tensors to this dtype first (default: keep theirs). Buffers with values beyond its
+            range, such as a BatchNorm variance above 65,504 in float16, keep their dtype, with a warning. Weights and
+            biases beyond its range are an error.
         on_changed: What to do if the weights are not those the masks were made for: "warn" (default), "error" or
             "ignore".
+        force: Replace an existing file, whatever it is. Default: False, which replaces an older packed checkpoint only.
 
     >>> import halve, tempfile
     >>> model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 2))
@@ -65,11 +69,13 @@ def pack(
         raise OptionError(f"dtype must be a floating-point type, such as torch.float16; got {dtype}")
     state = applied_in_checkpoint_order(model, masks, on_changed).state_dict(keep_vars=True)
     first = _first_names(state, masks)
-    tensors, aliases = tensors_of(masks), {}
+    tensors, aliases, uncast = tensors_of(masks), {}, []
     for name, value in state.items():
         if not isinstance(value, Tensor):
             raise ModelError(f"only tensors can be packed, but {name} in the state dict is a {type(value).__name__}")
-        value = _cast(name, value.detach(), dtype)
+        value = _cast(name, value, dtype)
+        if value.is_floating_point() and dtype not in (None, value.dtype):
+            uncast.append(name)
         layer = _layer(name)
         if first[name] != name:
             aliases[name] = first[name]
@@ -86,18 +92,27 @@ def pack(
             f"the state dict has no weight of {listed(lost)}, so it cannot be packed: "
             f"register it as a parameter or a buffer"
         )
+    if uncast:
+        warn(f"{listed(uncast)}: values overflow {dtype}, so the file has {state[uncast[0]].dtype}", DtypeWarning)
     dense = sum(masks[name].layout.weights * tensors[f"values:{name}"].itemsize for name in masks)
     _check_growth(dense, sum(tensor.nbytes for tensor in tensors.values()))
-    return storage.write(path, FORMAT, {**header_of(masks), "aliases": aliases}, tensors)
+    return storage.write(path, FORMAT, {**header_of(masks), "aliases": aliases}, tensors, force=force)
 
 
-def _cast(name: str, value: Tensor, dtype: torch.dtype | None) -> Tensor:
+def _cast(name: str, tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """The tensor in another dtype; a buffer that overflows it is returned unchanged."""
+    value = tensor.detach()
     if dtype is None or not value.is_floating_point():
         return value
     result = value.to(dtype)
-    if bool(result.isinf().any()) and not bool(value.isinf().any()):
-        raise ModelError(f"{name} has values up to {float(value.abs().max()):.3g}, which overflow {dtype}")
-    return result
+    if not bool((result.isinf() & value.isfinite()).any()):
+        return result
+    if isinstance(tensor, nn.Parameter):
+        raise ModelError(
+            f"{name} has values up to {float(value.abs().max()):.3g}, which overflow {dtype}; "
+            f"use dtype=torch.bfloat16, or leave dtype out"
+        )
+    return value
 
 
 def _layer(name: str) -> str | None:
@@ -129,9 +144,9 @@ def unpack(path: str | Path) -> Unpacked:
     """
     path = Path(path)
     _, header, tensors = storage.read(path, [FORMAT])
-    if header.keys() - {"moves"} != {"layers", "recipe", "aliases"}:
+    if header.keys() - OPTIONAL_KEYS != {"layers", "recipe", "aliases"}:
         raise FileError(
-            f"{path} is damaged: its header must have the keys layers, recipe, aliases and optionally moves"
+            f"{path} is damaged: its header must have the keys layers, recipe, aliases and optionally digests and moves"
         )
     stored = sum(tensor.nbytes for tensor in tensors.values())
     dense = 0

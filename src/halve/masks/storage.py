@@ -45,8 +45,17 @@ class Format:
     made_by: str
 
 
-def write(path: str | Path, format_: Format, header: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Path:
-    """Write an envelope atomically and return its path."""
+def write(
+    path: str | Path,
+    format_: Format,
+    header: Mapping[str, Any],
+    tensors: Mapping[str, Tensor],
+    *,
+    force: bool = False,
+) -> Path:
+    """Write an envelope atomically and return its path. Only a file of the same format is replaced, unless forced."""
+    if not force:
+        _check_old(Path(path), format_)
     try:
         check_json(header)
         text = json.dumps(header, allow_nan=False, ensure_ascii=False)
@@ -54,6 +63,23 @@ def write(path: str | Path, format_: Format, header: Mapping[str, Any], tensors:
         raise FileError(f"cannot write {path}: the header is not valid JSON: {error}") from error
     metadata = {"format": format_.name, "version": str(format_.version), "header": text}
     return write_atomically(path, _serialised(path, tensors, metadata))
+
+
+def _check_old(path: Path, format_: Format) -> None:
+    """Raise `FileError` if there is a file that is write-protected or not of this format: it may be a checkpoint."""
+    try:
+        status = path.stat()
+    except (OSError, ValueError):  # no such file, or no such name, which writing reports
+        return
+    if not stat.S_ISREG(status.st_mode):
+        return
+    if not status.st_mode & (stat.S_IWUSR | stat.S_IWGRP | stat.S_IWOTH):
+        why = "it is write-protected"
+    elif status.st_size and format_of(path) != format_.name:
+        why = f"the file exists and is not a {format_.kind}"
+    else:
+        return
+    raise FileError(f"cannot write {path}: {why}; choose another path, or replace it with force=True")
 
 
 def _serialised(path: str | Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> bytes:

@@ -1,6 +1,7 @@
 """Check that a modified copy of a model still computes the same."""
 
 import math
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,6 +9,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from halve.batches import Forward, main_output, to_device
+from halve.detectors import HeadOutputs, first_run, head_outputs_in
 from halve.errors import ModelError
 from halve.graph import two_images
 from halve.modules import clone
@@ -19,7 +21,7 @@ class Equivalence:
 
     The model runs on the example and, unless it needs `forward`, on noise of the same shape: an example may be all
     zeros. Low precision would hide differences, and so would TF32 on GPUs, so the copy runs in float32 on a CPU and in
-    float64 elsewhere.
+    float64 elsewhere. Detectors are compared by what their heads return.
     """
 
     def __init__(self, model: nn.Module, example: Any, forward: Forward | None = None) -> None:
@@ -27,14 +29,15 @@ class Equivalence:
         self._inputs = [two_images(example)]
         if forward is None:
             self._inputs.append(pytree.tree_map(_noise_like, self._inputs[0]))
+        self._detected: list[HeadOutputs | None] = []  # of each input, if the model is a detector
         self.copy = clone(model).eval()
         first = next((p for p in model.parameters() if p.is_floating_point()), torch.zeros(()))
         exact = first.dtype == torch.float64 or first.device.type != "cpu"
         try:
-            self._expected = self._outputs(self.copy.double() if exact else self.copy.float())
+            self._expected = self._first_outputs(self.copy.double() if exact else self.copy.float())
         except Exception:  # some models only run in their own precision
             self.copy = clone(model).eval()
-            self._expected = self._outputs(self.copy)
+            self._expected = self._first_outputs(self.copy)
         self._dtype = next((p.dtype for p in self.copy.parameters() if p.is_floating_point()), torch.float32)
 
     def check(self) -> None:
@@ -56,18 +59,37 @@ class Equivalence:
         return relative_error(self._outputs(net), self._expected) <= tolerance
 
     @torch.no_grad()
+    def _first_outputs(self, net: nn.Module) -> list[Tensor]:
+        found: list[Tensor] = []
+        self._detected = []
+        for given in self._inputs:
+            result, detected = first_run(net, partial(self._run, net, given))
+            self._detected.append(detected)
+            found += _tensors(result) if detected is None else _tensors(detected.relative_to(detected))
+        return found
+
+    @torch.no_grad()
     def _outputs(self, net: nn.Module) -> list[Tensor]:
         found: list[Tensor] = []
-        for given in self._inputs:
-            batch = to_device(given, net)
-            if self._forward is not None:
-                result = self._forward(net, batch)
+        for given, detected in zip(self._inputs, self._detected, strict=True):
+            run = partial(self._run, net, given)
+            if detected is None:
+                found += _tensors(run())
             else:
-                result = net(*batch) if isinstance(batch, tuple) else net(batch)
-            tensors = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
-            tensors = tensors or [main_output(result)]  # a custom output class: an empty comparison would always pass
-            found += [x.detach().double().cpu() for x in tensors]
+                found += _tensors(head_outputs_in(detected, net, run).relative_to(detected))
         return found
+
+    def _run(self, net: nn.Module, given: Any) -> Any:
+        batch = to_device(given, net)
+        if self._forward is not None:
+            return self._forward(net, batch)
+        return net(*batch) if isinstance(batch, tuple) else net(batch)
+
+
+def _tensors(result: Any) -> list[Tensor]:
+    tensors = [x for x in pytree.tree_leaves(result) if isinstance(x, Tensor)]
+    tensors = tensors or [main_output(result)]  # a custom output class: an empty comparison would always pass
+    return [x.detach().double().cpu() for x in tensors]
 
 
 def _noise_like(value: Any) -> Any:

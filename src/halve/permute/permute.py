@@ -160,7 +160,7 @@ def permute(
     check_seconds(seconds)
     started = time.monotonic()
     example = to_device(example if forward is not None else images_of(example), model)
-    captured = capture(model, example, forward)
+    [captured] = (capture(model, batch, forward) for batch in tracked([example], progress, "capturing the network"))
     equivalence = Equivalence(model, example, forward)
     channels = Channels(captured)
     names = _first_names(model)

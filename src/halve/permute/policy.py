@@ -10,8 +10,9 @@ from halve.masks.mask import MaskSet
 from halve.permute.permute import SECONDS, Permutation, check_seconds, check_summary
 from halve.select.select import Choice
 
-_DEFAULT_SHARE = 0.25  # of a run's minutes, for a search that was not asked for
-_DEFAULT_SECONDS = 30.0  # for such a search in a run that is measured in steps
+_DEFAULT_SHARE = 0.25  # of a run's minutes
+_DEFAULT_SECONDS = 30.0  # in a run that is measured in steps, for a search that was not asked for
+_SECONDS_PER_STEP = 0.25  # at most, in such a run: two steps are a try, and should not wait
 
 
 def search_by_default(start: Any, preset: str | None, choices: Sequence[Choice]) -> bool:
@@ -25,22 +26,27 @@ def search_by_default(start: Any, preset: str | None, choices: Sequence[Choice])
     return preset is None and along_channels and has_score
 
 
-def search_seconds(given: float | None, asked: bool, minutes: float | None) -> float:
+def search_seconds(given: float | None, asked: bool, minutes: float | None, steps: int | None = None) -> float:
     """The time limit of a search.
 
     Args:
         given: What the user passed as `permute_seconds`, if anything.
         asked: Whether the user asked for the search.
         minutes: The time budget of the run; None if it is measured in steps.
+        steps: The steps of the run, if they are counted.
 
-    >>> search_seconds(None, True, 2.0), search_seconds(None, False, 2.0), search_seconds(None, False, None)
-    (120.0, 30.0, 30.0)
+    >>> search_seconds(None, True, 2.0), search_seconds(None, True, None), search_seconds(None, False, None)
+    (30.0, 120.0, 30.0)
+    >>> search_seconds(None, False, None, steps=2)
+    0.5
     """
     if given is not None:
         return check_seconds(given)
+    if minutes is not None:
+        return min(SECONDS, 60 * minutes * _DEFAULT_SHARE)
     if asked:
         return SECONDS
-    return min(SECONDS, _DEFAULT_SECONDS if minutes is None else 60 * minutes * _DEFAULT_SHARE)
+    return _DEFAULT_SECONDS if steps is None else min(_DEFAULT_SECONDS, steps * _SECONDS_PER_STEP)
 
 
 def orders_of(masks: MaskSet, choices: Sequence[Choice]) -> Permutation | None:

@@ -6,21 +6,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from halve.batches import Forward, Progress, count_of, iterate, run
+from halve.batches import Forward, Progress, count_of, iterate, result_of
 from halve.errors import ModelError
-from halve.masks.apply import OnChanged, applied_in_checkpoint_order, check_dense
+from halve.masks.apply import OnChanged, applied_in_checkpoint_order, check_dense, check_fit, is_unchanged
 from halve.masks.mask import MaskSet
-from halve.modules import clone
+from halve.masks.recipe import with_digests
+from halve.modules import clone, unwrapped
+from halve.process_state import preserved_process_state
 from halve.prune.statistics import check_finite
 
 
+@preserved_process_state()
 def recalibrate(
     model: nn.Module,
     masks: MaskSet,
     data: Any,
     *,
     forward: Forward | None = None,
-    progress: Progress | None = None,
+    progress: Progress = True,
     on_changed: OnChanged = "warn",
 ) -> MaskSet:
     """Return the same masks with BatchNorm statistics that are corrected for the effect of the masks.
@@ -37,7 +40,8 @@ def recalibrate(
         masks: Its masks.
         data: Batches of images; labels are not needed.
         forward: `forward(model, batch)` runs the model on an unusual batch.
-        progress: Progress display, such as `tqdm.tqdm` or `rich.progress.track`.
+        progress: Show progress in terminals and notebooks, or a function such as `tqdm.tqdm` that wraps loops.
+            Default: True.
         on_changed: What to do if the weights are not those the masks were made for: "warn" (default), "error" or
             "ignore".
 
@@ -47,6 +51,7 @@ def recalibrate(
     >>> sorted(masks.statistics)
     ['1.running_mean', '1.running_var']
     """
+    model = unwrapped(model)
     check_dense(model, masks)
     sparse = applied_in_checkpoint_order(model, masks.with_statistics({}), on_changed)
     dense = clone(model)
@@ -57,9 +62,9 @@ def recalibrate(
     images = 0
     with torch.no_grad():
         for batch in iterate(data, progress, "BatchNorm statistics"):
-            output = run(sparse, batch, forward)
-            run(dense, batch, forward)
-            images += count_of(batch, output, forward)
+            result = result_of(sparse, batch, forward)
+            result_of(dense, batch, forward)
+            images += count_of(batch, result, forward)
     statistics: dict[str, Tensor] = {}
     for name, norm in norms.items():
         if int(norm.num_batches_tracked or 0) == 0:
@@ -71,6 +76,8 @@ def recalibrate(
         statistics[f"{name}.running_mean"] = mean + shift
         statistics[f"{name}.running_var"] = (variance + (variance + eps) * (ratio - 1)).clamp(min=0)
         check_finite(name, statistics[f"{name}.running_mean"], statistics[f"{name}.running_var"])
+    if masks.digests is None and all(is_unchanged(w, masks[name]) for name, w in check_fit(model, masks).items()):
+        masks = with_digests(masks, model)  # a file from before masks had digests
     return masks.with_statistics(statistics).with_recipe(recalibrated_on_images=images)
 
 

@@ -6,9 +6,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from halve.batches import Forward, as_batches, images_of, run
+from halve.batches import Forward, as_batches, images_of, result_of
 from halve.modules import plain_weight_, set_weight_, weight_of
-from halve.prune.statistics import Spread, column_means, hooked, layers_of, measuring_copy, spread
+from halve.prune.statistics import Spread, column_means, hooked, is_empty, layers_of, measuring_copy, spread
 from halve.select.select import Choice
 
 SAMPLE = 64  # images to run on; 1,024 gave no better masks for ResNet-20
@@ -26,12 +26,14 @@ Pick = Callable[[Choice, Drift], Tensor]  # returns what a layer keeps: bool, of
 
 
 def sample_of(data: Any, forward: Forward | None = None) -> Any:
-    """One batch of `SAMPLE` images, joined from the first batches; with `forward`, simply the first batch."""
+    """One batch of `SAMPLE` images, joined from the first batches; of lists and with `forward`, the first batch."""
     parts: list[Tensor] = []
     for batch in as_batches(data):
         if forward is not None:
             return batch  # only the user knows how to join two batches
         images = images_of(batch)
+        if not isinstance(images, Tensor):
+            return images  # each may be large
         if not parts or images.shape[1:] == parts[0].shape[1:]:
             parts.append(images[: SAMPLE - sum(map(len, parts))])
         if sum(map(len, parts)) == SAMPLE:
@@ -68,13 +70,14 @@ def pick_sequentially(
 
     def record(choice: Choice, layer: nn.Module) -> Any:
         def hook(module: nn.Module, _: Any, output: Tensor) -> None:
-            dense.setdefault(choice.name, spread(module, output))
+            if output.numel():
+                dense.setdefault(choice.name, spread(module, output))
 
         return layer.register_forward_hook(hook)
 
     def decide(choice: Choice, layer: nn.Module) -> Any:
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-            if choice.name in picked or choice.name not in dense:
+            if choice.name in picked or choice.name not in dense or is_empty(*args, **kwargs):
                 return
             picked.add(choice.name)
             input: Tensor = args[0] if args else kwargs["input"]
@@ -88,12 +91,12 @@ def pick_sequentially(
 
     with torch.no_grad():
         with hooked(copy, undecided, record):
-            run(copy, batch, forward)
+            result_of(copy, batch, forward)
         for choice in choices:
             if choice.name in known:
                 _keep_(copy, choice, known[choice.name])
         with hooked(copy, undecided, decide):
-            run(copy, batch, forward)
+            result_of(copy, batch, forward)
 
 
 def _keep_(copy: nn.Module, choice: Choice, kept: Tensor) -> None:

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from halve.batches import Forward, Progress, count_of, iterate, run
+from halve.batches import Forward, Progress, count_of, iterate, result_of
 from halve.errors import DataError
 from halve.modules import clone, kind_of, plain_weight_
 from halve.select.select import Choice
@@ -43,8 +43,8 @@ def summed(
     images = 0
     with _measuring(copy, choices, measure, totals), torch.no_grad():
         for batch in iterate(data, progress, "activations"):
-            output = run(copy, batch, forward)
-            images += count_of(batch, output, forward)
+            result = result_of(copy, batch, forward)
+            images += count_of(batch, result, forward)
     for name, value in totals.items():
         check_finite(name, value)
     return totals, images
@@ -85,12 +85,19 @@ def _measuring(copy: nn.Module, choices: Sequence[Choice], measure: Measure, tot
         plain_weight_(layer)  # so that a gradient with respect to it can be taken
 
         def hook(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            if is_empty(*args, **kwargs):
+                return
             seen = measure(module, *args, **kwargs)
             totals[choice.name] = totals[choice.name] + seen if choice.name in totals else seen
 
         return layer.register_forward_pre_hook(hook, with_kwargs=True)
 
     return hooked(copy, choices, register)
+
+
+def is_empty(input: Tensor, *args: Any, **kwargs: Any) -> bool:
+    """Whether a layer got nothing: a detector may find no region to look at."""
+    return input.numel() == 0
 
 
 def column_squares(module: nn.Module, input: Tensor, *args: Any, **kwargs: Any) -> Tensor:

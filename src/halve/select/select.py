@@ -1,7 +1,7 @@
 """Decide which layers are masked, with a reason for each layer."""
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from typing import Any, Literal, TypedDict, overload
 
@@ -9,16 +9,30 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
+from halve.batches import Forward
 from halve.errors import ModelError, OptionError, listed
 from halve.masks.layout import ORDERS, Layout, Order
 from halve.masks.pattern import Pattern
-from halve.modules import KINDS, Kind, check_initialised, has_weight, kind_of, weight_key, weight_of, zeros_stay_zero
+from halve.modules import (
+    KINDS,
+    Kind,
+    check_initialised,
+    has_weight,
+    kind_of,
+    unwrapped,
+    weight_key,
+    weight_of,
+    zeros_stay_zero,
+)
+from halve.process_state import preserved_process_state
 from halve.select.head import find_heads
+from halve.select.ran import layers_that_run
 
 Remainder = Literal["skip", "pad", "error"]
 REMAINDERS: tuple[Remainder, ...] = ("skip", "pad", "error")
 Globs = str | Sequence[str]
 PatternRule = str | Pattern | Mapping[str, str | Pattern | None]
+NOT_RUN = "did not run on the data"
 
 
 class SelectOptions(TypedDict, total=False):
@@ -74,6 +88,11 @@ class Selection(Sequence[Choice]):
         """The decisions on the masked layers."""
         return [choice for choice in self if choice.masked]
 
+    @property
+    def not_masked(self) -> dict[str, str]:
+        """Why the other layers are not masked, by name."""
+        return {choice.name: choice.reason for choice in self if not choice.masked}
+
     def __str__(self) -> str:
         rows = [(c.name, c.type, "x".join(map(str, c.shape)), str(c.pattern or "dense"), c.reason) for c in self]
         widths = [max(map(len, column), default=0) for column in zip(*rows, strict=True)]
@@ -82,6 +101,7 @@ class Selection(Sequence[Choice]):
         )
 
 
+@preserved_process_state()
 def select(
     model: nn.Module,
     pattern: PatternRule = "2:4",
@@ -92,24 +112,29 @@ def select(
     order: Order = "channels",
     remainder: Remainder = "skip",
     kinds: Sequence[Kind] | None = None,
+    data: Any = None,
+    forward: Forward | None = None,
 ) -> Selection:
     """Decide for every layer whether it is masked.
 
     By default all convolutions and Linear layers are masked whose input channels are divisible by M, except grouped and
-    depthwise convolutions and the classifier head. Layer names may be globs, such as "layer3.*".
+    depthwise convolutions and output heads (classifiers, box regressors). Layer names may be globs, such as "layer3.*".
 
     Args:
-        model: The model. It is not changed.
+        model: The model. It is not changed. DataParallel, DistributedDataParallel and torch.compile are unwrapped.
         pattern: N:M pattern for all layers, or a dict from globs to patterns: the first match wins; None, or no match,
             keeps a layer dense. Default: "2:4".
         include: Mask only these layers (default: all).
         exclude: Keep these layers dense.
-        also: Mask these layers too, although the default excludes them (heads, grouped convolutions).
+        also: Mask these layers too, although the default excludes them (heads, grouped convolutions, layers that do not
+            run).
         order: "channels" for blocks along input channels (default), or "flat" as in the paper, which no hardware can
             accelerate.
         remainder: If the channels are not divisible by M, "skip" the layer (default), "pad" it with virtual zero
             columns, or raise an "error".
         kinds: Mask only these of "linear", "conv" and "conv_transpose" (default: all).
+        data: Batches of images. Layers that never run on them are not masked (default: all layers count as running).
+        forward: `forward(model, batch)` runs the model on an unusual batch of `data`.
 
     Returns:
         One `Choice` per layer with pattern, layout and reason; `.masked` lists the masked ones.
@@ -118,18 +143,20 @@ def select(
     >>> print(select(model))
     0  Conv2d  8x3x3x3  dense  3 input channels, not divisible by 4 (remainder='pad' pads them)
     1  Conv2d  8x8x3x3  2:4    along input channels
-    3  Linear  2x8      dense  classifier head (also='3' masks it)
+    3  Linear  2x8      dense  output head (also='3' masks it)
     """
-    if not isinstance(model, nn.Module):
-        raise ModelError(f"model must be a torch.nn.Module, got {type(model).__name__}")
+    model = unwrapped(model)
     rules = pattern if isinstance(pattern, Mapping) else {"*": pattern}
     patterns = {glob: None if rule is None else Pattern(rule) for glob, rule in rules.items()}
-    only, never, extra = _globs(include), _globs(exclude), _globs(also)
+    if strange := [glob for glob in patterns if not isinstance(glob, str)]:
+        raise OptionError(f"the keys of pattern must be names or globs of layers, got {listed(map(repr, strange))}")
+    only, never, extra = _globs("include", include), _globs("exclude", exclude), _globs("also", also)
+    wanted = _globs("kinds", kinds)
     if order not in ORDERS:
         raise OptionError(f"order must be one of {listed(ORDERS)}, got {order!r}")
     if remainder not in REMAINDERS:
         raise OptionError(f"remainder must be one of {listed(REMAINDERS)}, got {remainder!r}")
-    if strange := sorted(set(kinds or ()) - set(KINDS)):
+    if strange := sorted(set(wanted or ()) - set(KINDS)):
         raise OptionError(f"kinds must be among {listed(KINDS)}, got {listed(strange)}")
     layers = [(name, module) for name, module in model.named_modules() if _is_listed(name, module)]
     for glob in (*(only or ()), *(never or ()), *(extra or ()), *patterns):
@@ -146,8 +173,8 @@ def select(
             return None, None, reason
         if only is not None and not _match(name, only) and not named:
             return None, None, "not in include"
-        if kinds is not None and kind_of(module) not in kinds and not named:
-            return None, None, f"not in kinds ({listed(kinds)})"
+        if wanted is not None and kind_of(module) not in wanted and not named:
+            return None, None, f"not in kinds ({listed(wanted)})"
         if never is not None and _match(name, never):
             return None, None, "in exclude"
         rule = next((rule for glob, rule in patterns.items() if fnmatchcase(name, glob)), None)
@@ -155,7 +182,7 @@ def select(
             return None, None, "no pattern matches it"
         groups = int(getattr(module, "groups", 1))
         if not heads.isdisjoint((name, *owners[_key(module)])) and not named:
-            return None, None, f"classifier head (also={name!r} masks it)"
+            return None, None, f"output head (also={name!r} masks it)"
         if groups > 1 and not named:
             word = "depthwise" if groups == module.in_channels else f"grouped ({groups} groups)"
             return None, None, f"{word} convolution (also={name!r} masks within each group)"
@@ -167,7 +194,23 @@ def select(
         shape = _shape(module)
         shared = tuple(other for other in owners.get(_key(module), ()) if other != name) if layout else ()
         choices.append(Choice(name, type(module).__name__, shape, rule, layout, reason, shared))
+    if data is not None:
+        choices = _running(model, choices, extra, data, forward)
     return Selection(choices)
+
+
+def _running(
+    model: nn.Module, choices: list[Choice], also: tuple[str, ...] | None, data: Any, forward: Forward | None
+) -> list[Choice]:
+    """The choices without masks for layers that do not run on the data, unless they are named."""
+    doubtful = [choice.name for choice in choices if choice.masked and not _match(choice.name, also)]
+    idle = set(doubtful) - layers_that_run(model, doubtful, data, forward)
+    return [
+        replace(c, pattern=None, layout=None, reason=f"{NOT_RUN} (also={c.name!r} masks it)", shared_with=())
+        if c.name in idle
+        else c
+        for c in choices
+    ]
 
 
 def masked_weights(model: nn.Module, selection: Selection) -> dict[str, Tensor]:
@@ -284,8 +327,15 @@ def _shape(module: nn.Module) -> tuple[int, ...]:
     return () if lazy else tuple(weight_of(module).shape)
 
 
-def _globs(globs: Globs | None) -> tuple[str, ...] | None:
-    return globs if globs is None else (globs,) if isinstance(globs, str) else tuple(globs)
+def _globs(option: str, given: Globs | None) -> tuple[str, ...] | None:
+    """The value of an option as a tuple of strings."""
+    if given is None:
+        return None
+    several = isinstance(given, Iterable) and not isinstance(given, str | Mapping)
+    globs: tuple[Any, ...] = tuple(given) if several else (given,)
+    if not all(isinstance(glob, str) for glob in globs):
+        raise OptionError(f"{option} must be a string or a list of strings, got {given!r}")
+    return globs
 
 
 def _match(name: str, globs: tuple[str, ...] | None) -> bool:

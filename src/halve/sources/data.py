@@ -1,4 +1,4 @@
-"""Datasets by name: image folders, WebDataset tars or the built-in digits; and how images become tensors."""
+"""Datasets by name: image folders, WebDataset tars, built-in digits and letters; and how images become tensors."""
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -74,11 +74,12 @@ def load_data(
     workers: int = 0,
     classes_file: str | Path | None = None,
     relabel: bool = False,
+    lists: bool = False,
 ) -> Data:
-    """Load images from a folder, from tars, or the built-in digits.
+    """Load images from a folder, from tars, or the built-in digits and letters.
 
     Args:
-        where: A folder, a .tar, "shard-{000..003}.tar", "digits", "digits:train" or "digits:test".
+        where: A folder, a .tar, "shard-{000..003}.tar", "digits" or "letters", also with ":train" or ":test" (default).
         preprocess: Turns an image into a tensor. Default: `Preprocessing()`.
         batch_size: Images per batch. Default: 64.
         limit: Use only this many images, sampled at random (default: all).
@@ -87,18 +88,23 @@ def load_data(
         workers: Processes that decode images. Default: 0.
         classes_file: A text file that names the class folder of each of the model's outputs, one per line.
         relabel: Use these outputs as labels. Default: False.
+        lists: Batches are lists of images of any sizes, without labels, as detectors take them. Default: False.
     """
     if batch_size < 1 or (limit is not None and limit < 1) or workers < 0:
         raise OptionError(
             f"batch size and limit must be at least 1 and workers at least 0; got {batch_size}, {limit} and {workers}"
         )
     if not where:
-        raise DataError("no images given: name a folder, a .tar, or 'digits'")
+        raise DataError("no images given: name a folder, a .tar, 'digits' or 'letters'")
     dataset: Dataset[Any]
     if where == "digits" or where.startswith("digits:"):
         from halve.sources.digits import digits
 
         dataset, names = digits(where.partition(":")[2] or "test"), tuple("0123456789")
+    elif where == "letters" or where.startswith("letters:"):
+        from halve.sources.letters import NAMES, letters
+
+        dataset, names = letters(where.partition(":")[2] or "test"), NAMES
     else:
         pictures, found = find_pictures(where)
         dataset, names = Pictures(pictures, found, preprocess or Preprocessing()), tuple(found)
@@ -113,11 +119,11 @@ def load_data(
         shuffle=shuffle,
         generator=generator,
         num_workers=workers,
-        collate_fn=_collate,
+        collate_fn=_listed if lists else _collate,
         persistent_workers=workers > 0,
     )
     classes = None if classes_file is None else _classes(names, Path(classes_file), where)
-    return Data(Batches(loader, classes if relabel else None), total, names, classes)
+    return Data(Batches(loader, classes if relabel and not lists else None), total, names, classes)
 
 
 @dataclass(frozen=True)
@@ -147,13 +153,18 @@ class Batches:
     """A DataLoader that raises a plain `DataError` for a broken image, not a traceback from a worker process."""
 
     def __init__(self, loader: DataLoader[Any], outputs: Sequence[int] | None = None) -> None:
-        self._loader, self._outputs = loader, None if outputs is None else torch.tensor(outputs)
+        self.loader, self._given = loader, outputs
+        self._outputs = None if outputs is None else torch.tensor(outputs)
+
+    def around(self, loader: DataLoader[Any]) -> "Batches":
+        """The same for another DataLoader; `halve.learn` reads other images of the dataset by it."""
+        return Batches(loader, self._given)
 
     def __len__(self) -> int:
-        return len(self._loader)
+        return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
-        for batch in self._loader:
+        for batch in self.loader:
             if isinstance(batch, _Broken):
                 raise DataError(batch.reason)
             yield batch if self._outputs is None else (batch[0], self._outputs[batch[1]])
@@ -169,6 +180,11 @@ def _collate(items: Sequence[Any]) -> Any:
             f"a batch has images of different sizes: {listed(sorted(shapes), 4)}; --size N crops all to one size"
         )
     return default_collate(list(items))
+
+
+def _listed(items: Sequence[Any]) -> Any:
+    broken = next((item for item in items if isinstance(item, _Broken)), None)
+    return broken or [item[0] if isinstance(item, tuple) else item for item in items]
 
 
 def _classes(names: Sequence[str], file: Path, where: str) -> tuple[int, ...]:

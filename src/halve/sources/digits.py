@@ -1,14 +1,14 @@
-"""Data and a small network for the demo: scikit-learn's 1,797 handwritten digits of 8x8 pixels."""
+"""Data and a small network: scikit-learn's 1,797 handwritten digits of 8x8 pixels."""
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.data import TensorDataset
 
 from halve.errors import DataError, SourceError
+from halve.sources.small_resnet import SmallResNet, train_
 
 _TEST = 500
 
@@ -20,7 +20,7 @@ def digits(split: str) -> TensorDataset:
     try:
         from sklearn.datasets import load_digits
     except ImportError as error:
-        raise SourceError("digits needs scikit-learn: pip install 'halve[demo]'") from error
+        raise SourceError("digits needs scikit-learn: pip install 'halve[digits]'") from error
     raw = load_digits()
     images = torch.tensor(raw.images, dtype=torch.float32)[:, None] / 8 - 1
     labels = torch.tensor(raw.target, dtype=torch.int64)
@@ -29,43 +29,11 @@ def digits(split: str) -> TensorDataset:
     return TensorDataset(images[chosen], labels[chosen])
 
 
-class Block(nn.Module):
-    """Two 3x3 convolutions with a residual connection."""
-
-    def __init__(self, channels_in: int, channels: int, stride: int) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(channels_in, channels, 3, stride, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(channels)
-        self.conv2 = nn.Conv2d(channels, channels, 3, 1, 1, bias=False)
-        self.bn2 = nn.BatchNorm2d(channels)
-        self.shortcut: nn.Module = nn.Identity()
-        if stride != 1 or channels_in != channels:
-            self.shortcut = nn.Sequential(
-                nn.Conv2d(channels_in, channels, 1, stride, bias=False), nn.BatchNorm2d(channels)
-            )
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x)))))
-        return F.relu(y + self.shortcut(x))
-
-
-class DigitsResNet(nn.Module):
+class DigitsResNet(SmallResNet):
     """A residual network of six blocks for 8x8 digits."""
 
     def __init__(self, width: int = 16) -> None:
-        super().__init__()
-        self.conv1 = nn.Conv2d(1, width, 3, 1, 1, bias=False)
-        self.bn1 = nn.BatchNorm2d(width)
-        self.layer1 = nn.Sequential(Block(width, width, 1), Block(width, width, 1))
-        self.layer2 = nn.Sequential(Block(width, 2 * width, 2), Block(2 * width, 2 * width, 1))
-        self.layer3 = nn.Sequential(Block(2 * width, 4 * width, 2), Block(4 * width, 4 * width, 1))
-        self.fc = nn.Linear(4 * width, 10)
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.bn1(self.conv1(x)))
-        x = self.layer3(self.layer2(self.layer1(x)))
-        result: Tensor = self.fc(x.mean((2, 3)))
-        return result
+        super().__init__(10, width)
 
 
 def train_digits(epochs: int = 12, seed: int = 0, progress: Any = None) -> DigitsResNet:
@@ -73,19 +41,9 @@ def train_digits(epochs: int = 12, seed: int = 0, progress: Any = None) -> Digit
     images, labels = digits("train").tensors
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = DigitsResNet().train()
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, weight_decay=5e-4, nesterov=True)
-        steps = epochs * (len(images) // 64)
-        schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.2, total_steps=steps)
-        rounds: Iterable[int] = range(epochs)
-        for _ in progress(rounds, "training") if progress else rounds:
-            for batch in torch.split(torch.randperm(len(images)), 64)[: len(images) // 64]:
-                loss = F.cross_entropy(model(_shifted(images[batch])), labels[batch])
-                optimizer.zero_grad()
-                loss.backward()
-                optimizer.step()
-                schedule.step()
-    return model.eval()
+        model = DigitsResNet()
+        train_(model, images, labels, epochs=epochs, batch=64, weight_decay=5e-4, augment=_shifted, progress=progress)
+    return model
 
 
 def _shifted(images: Tensor) -> Tensor:

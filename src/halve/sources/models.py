@@ -13,6 +13,7 @@ from typing import Any
 from torch import nn
 
 from halve.errors import SourceError, first_line, listed
+from halve.modules import unwrapped
 from halve.sources.weights import load_weights_
 
 Preprocess = Callable[[Any], Any]
@@ -120,6 +121,7 @@ def _from_file(spec: str, path: Path, attribute: str) -> Source:
         model = builder if isinstance(builder, nn.Module) else _build(spec, builder)
     if not isinstance(model, nn.Module):
         raise SourceError(f"{spec} must return a torch.nn.Module, got {type(model).__name__}")
+    model = unwrapped(model)
     preprocess = next((p for p in (getattr(x, "preprocess", None) for x in (model, module)) if callable(p)), None)
     return Source(model, preprocess, spec, "as built")
 

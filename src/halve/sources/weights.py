@@ -14,6 +14,7 @@ from halve.masks import packed, storage
 from halve.masks.storage import write_atomically
 
 _WRAPPERS = ("state_dict", "model_state_dict", "model", "model_state", "weights", "net")
+_ADDED = ("module", "_orig_mod")  # by DataParallel and DDP, and by torch.compile, to names
 
 
 def load_state(path: str | Path) -> dict[str, Tensor]:
@@ -43,13 +44,18 @@ def load_state(path: str | Path) -> dict[str, Tensor]:
 
 
 def _without_wrappers(state: dict[str, Tensor], own: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The state dict without the prefixes that DDP and torch.compile add, unless the model's own names have them."""
-    while not own.keys() & state.keys():
-        prefix = next((p for p in ("module.", "_orig_mod.") if all(name.startswith(p) for name in state)), None)
-        if prefix is None:
-            break
-        state = {name.removeprefix(prefix): value for name, value in state.items()}
-    return state
+    """The state dict without what DataParallel, DDP and torch.compile add to names, unless the model has it too."""
+    names = {name: _without_wrapper(name, own) for name in state}
+    if len(set(names.values())) < len(names):
+        return state
+    return {names[name]: value for name, value in state.items()}
+
+
+def _without_wrapper(name: str, own: Mapping[str, Tensor]) -> str:
+    parts = name.split(".")
+    while ".".join(parts) not in own and (wrapper := next((part for part in parts if part in _ADDED), None)):
+        parts.remove(wrapper)
+    return ".".join(parts)
 
 
 def load_weights_(model: nn.Module, path: str | Path) -> None:

@@ -1,7 +1,8 @@
 import torch
 
 from halve.engine.kernels.kernel import Kernel, KernelFamily, Layout
-from halve.engine.operations import Convolution
+from halve.engine.kernels.mma_sp.family import MmaSparse
+from halve.engine.operations import Convolution, Linear
 
 NHWC = torch.channels_last
 
@@ -51,3 +52,14 @@ def test_weights_are_kept_as_they_are_unless_a_family_packs_them():
     assert packed == tensors
     assert packed is not tensors
     assert family.unpack(None, packed) == tensors
+
+
+def test_rows_of_linear_layers_are_not_taken_for_images():
+    """ConvNeXt's Linear layers get (N, H, W, C): channels last would copy everything, with another axis last."""
+    x = torch.randn(2, 3, 5, 8)
+    [given] = MmaSparse().laid_out([x], Linear(8, 8))
+    assert given.data_ptr() == x.data_ptr()
+    assert given.is_contiguous()
+    packed = MmaSparse().pack(Linear(8, 8), {"weight": torch.zeros(8, 8)})
+    assert MmaSparse().fake([x], packed, Linear(8, 8)).is_contiguous()
+    assert MmaSparse().laid_out([x], Convolution(8, 3))[0].is_contiguous(memory_format=torch.channels_last)

@@ -68,6 +68,6 @@ def test_it_can_be_exported_with_a_dynamic_batch_size():
 
 def test_an_unknown_family_raises():
     with pytest.raises(
-        EngineError, match="unknown kernel family 'wgmma_9000': this version of halve has dense, mma_sp"
+        EngineError, match="unknown kernel family 'wgmma_9000': this version of halve has dense, wgmma_sp"
     ):
         op.call([random(1, 4)], {}, Linear(2, 4).to_json(), Kernel("wgmma_9000", "1x1"))

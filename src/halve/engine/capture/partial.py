@@ -8,6 +8,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
+import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.fx import GraphModule
@@ -106,7 +107,7 @@ def captured_parts(
         if name in found
     ]
     try:
-        model(*(x.clone() if isinstance(x, Tensor) else x for x in inputs))
+        model(*pytree.tree_map_only(Tensor, torch.clone, inputs))
     finally:
         for handle in handles:
             handle.remove()
@@ -121,7 +122,7 @@ def _runs_around(model: nn.Module, parts: Mapping[str, CapturedPart], inputs: tu
     """Why the model's code does not run with the captured parts; None if it does."""
     replace_parts_(model, parts)
     try:
-        model(*(x.clone() if isinstance(x, Tensor) else x for x in inputs))
+        model(*pytree.tree_map_only(Tensor, torch.clone, inputs))
     except Exception as error:  # the model's own code
         return first_line(error)
     finally:

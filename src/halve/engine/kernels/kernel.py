@@ -8,6 +8,7 @@ import enum
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -94,6 +95,22 @@ class KernelFamily(ABC):
     def unpack(self, operation: Operation, packed: Tensors) -> dict[str, Tensor]:
         """Restore the tensors in canonical form."""
         return dict(packed)
+
+    def laid_out(self, inputs: Sequence[Tensor], operation: Operation) -> list[Tensor]:
+        """Inputs in the layout that the kernels read."""
+        return [self.reads.of(x, operation.channel_dim) for x in inputs]
+
+    def fits(self, inputs: Sequence[Tensor], operation: Operation, variant: str) -> bool:
+        """Whether the variant supports inputs of these shapes. If not, `run` computes the result in another way."""
+        return True
+
+    def compilation(self, inputs: Sequence[Tensor], operation: Operation, variant: str) -> partial[Any] | None:
+        """A call that compiles what the variant needs for these inputs, possibly in another thread; None if nothing."""
+        return None
+
+    def inlined(self, variant: str) -> bool:
+        """Whether the variant is plain PyTorch, which a compiler may fuse with what surrounds it."""
+        return False
 
     @abstractmethod
     def run(self, inputs: Sequence[Tensor], packed: Tensors, operation: Operation, variant: str) -> Tensor:

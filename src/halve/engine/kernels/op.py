@@ -29,8 +29,8 @@ def run_kernel(
 ) -> Tensor:
     chosen = _family(family)
     tensors = dict(zip(names.split(), packed, strict=True))
-    what = Operation.from_json(operation)
-    return chosen.run([chosen.reads.of(x, what.channel_dim) for x in inputs], tensors, what, variant)
+    computed = Operation.from_json(operation)
+    return chosen.run(chosen.laid_out(inputs, computed), tensors, computed, variant)
 
 
 @run_kernel.register_fake

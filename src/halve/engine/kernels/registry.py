@@ -8,9 +8,15 @@ from halve.engine.kernels.dense.family import Dense
 from halve.engine.kernels.kernel import Kernel, KernelFamily, Piece
 from halve.engine.kernels.mma_sp.family import MmaDense, MmaSparse
 from halve.engine.kernels.pool.family import Pool
+from halve.engine.kernels.stem.family import Stem
+from halve.engine.kernels.wgmma_sp.family import WgmmaDense, WgmmaSparse
 
 FAMILIES: dict[str, KernelFamily] = {
-    family.name: family for family in (Dense(), MmaSparse(), MmaDense(), Pool(), CpuSparse(), CpuDense(), CpuPool())
+    family.name: family
+    for family in (
+        *(Dense(), WgmmaSparse(), WgmmaDense(), MmaSparse(), MmaDense(), Stem(), Pool()),
+        *(CpuSparse(), CpuDense(), CpuPool()),
+    )
 }
 FALLBACK = Kernel(Dense.name, "torch")  # runs every piece on every device
 

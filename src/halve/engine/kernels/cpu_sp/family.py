@@ -13,10 +13,11 @@ from torch import Tensor
 
 from halve.engine.kernels.cpu_sp import features, memory
 from halve.engine.kernels.cpu_sp.packing import Packed, pack, pack_dense, packed_shapes, unpack
+from halve.engine.kernels.cpu_sp.pool import max_pool
 from halve.engine.kernels.cpu_sp.program import ARITHMETIC, program_for
 from halve.engine.kernels.cpu_sp.version import version
 from halve.engine.kernels.kernel import KernelFamily, Layout, Piece
-from halve.engine.operations import Convolution, Linear, Operation, Tensors
+from halve.engine.operations import Convolution, Linear, Operation, PooledConvolution, Tensors
 
 MAX_VALUES = 8 << 20  # of a layer: 10 bytes of code each, or 5 in bfloat16
 _WIDTH = 4
@@ -35,10 +36,14 @@ class _Cpu(KernelFamily):
 
     def variants(self, piece: Piece, device: torch.device) -> Sequence[str]:
         operation = piece.operation
-        if not isinstance(operation, Convolution | Linear) or piece.dtype not in ARITHMETIC:
+        if not isinstance(operation, Convolution | Linear | PooledConvolution) or piece.dtype not in ARITHMETIC:
             return ()
         convolution = operation.convolution
-        if convolution.groups > 1 or (self.sparse and (convolution.channels % _WIDTH or not piece.is_2_4)):
+        if (
+            convolution.groups > 1
+            or convolution.scaled
+            or (self.sparse and (convolution.channels % _WIDTH or not piece.is_2_4))
+        ):
             return ()
         values, _ = packed_shapes(convolution.weight_shape, self.sparse)
         return ("avx512",) if math.prod(values) <= MAX_VALUES else ()
@@ -55,13 +60,15 @@ class _Cpu(KernelFamily):
         return {"weight": weight, "bias": packed["bias"]} if "bias" in packed else {"weight": weight}
 
     def run(self, inputs: Sequence[Tensor], packed: Tensors, operation: Operation, variant: str) -> Tensor:
-        assert isinstance(operation, Convolution | Linear)
+        assert isinstance(operation, Convolution | Linear | PooledConvolution)
         x, residual = inputs[0], inputs[1] if len(inputs) > 1 else None
         if not x.numel():
             return self.fake(inputs, packed, operation)
         if not x.is_cpu or self.unavailable(x.device, x.dtype) is not None:
             y = operation.reference(inputs, self.unpack(operation, packed))
             return self.writes.of(y, operation.channel_dim)
+        if isinstance(operation, PooledConvolution):
+            return max_pool(self.run(inputs, packed, operation.convolution, variant), operation.pool)
         return program_for(operation, Packed(packed["values"], packed.get("codes")), packed.get("bias")).run(
             x, residual
         )
@@ -77,5 +84,5 @@ class CpuDense(_Cpu):
 
 
 def _convolution(operation: Operation) -> Convolution:
-    assert isinstance(operation, Convolution | Linear)
+    assert isinstance(operation, Convolution | Linear | PooledConvolution)
     return operation.convolution

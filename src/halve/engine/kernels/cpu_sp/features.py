@@ -1,6 +1,7 @@
 """What the processor can do, as the operating system reports it."""
 
 import functools
+import os
 import platform
 import sys
 from collections.abc import Mapping
@@ -10,6 +11,7 @@ import torch
 
 from halve.engine.kernels.cpu_sp.arithmetic import Arithmetic
 
+SWITCH = "HALVE_CPU_KERNELS"  # "1" turns the kernels on
 _ASSEMBLED = ("x86_64", "AMD64")
 
 
@@ -32,4 +34,8 @@ def unavailable(device: torch.device, dtype: torch.dtype, supported: Mapping[tor
     if dtype not in supported:
         return f"our CPU kernels need {' or '.join(map(str, supported))}, got {dtype}"
     lacking = [flag for flag in supported[dtype].flags if flag not in cpu_flags()]
-    return f"our CPU kernels need AVX-512 in {dtype}: this CPU has no {', '.join(lacking)}" if lacking else None
+    if lacking:
+        return f"our CPU kernels need AVX-512 in {dtype}: this CPU has no {', '.join(lacking)}"
+    if os.environ.get(SWITCH) != "1":
+        return f"our CPU kernels are experimental: set {SWITCH}=1 to use them"
+    return None

@@ -63,15 +63,20 @@ class CpuPool(KernelFamily):
         assert isinstance(operation, MaxPool)
         if x.device.type != "cpu" or x.dtype not in ARITHMETIC or not x.numel():
             return operation.reference(inputs, packed)
-        images, channels, height, width = x.shape
-        window = geometry(operation, images, height, width)
-        source = x if window.direct else copied_planes(x, window)
-        out = empty_planes((images, channels, *window.out), 1, x.dtype, x.device)
-        pitches = (source.stride(1), out.stride(1))
-        _launch(operation, tuple(x.shape), x.element_size(), pitches, torch.get_num_threads())(
-            source.data_ptr(), out.data_ptr(), 0
-        )
-        return out
+        return max_pool(x, operation)
+
+
+def max_pool(x: Tensor, operation: MaxPool) -> Tensor:
+    """Pool an image that is stored as planes, on a CPU that has the instructions."""
+    images, channels, height, width = x.shape
+    window = geometry(operation, images, height, width)
+    source = x if window.direct else copied_planes(x, window)
+    out = empty_planes((images, channels, *window.out), 1, x.dtype, x.device)
+    pitches = (source.stride(1), out.stride(1))
+    _launch(operation, tuple(x.shape), x.element_size(), pitches, torch.get_num_threads())(
+        source.data_ptr(), out.data_ptr(), 0
+    )
+    return out
 
 
 @functools.lru_cache(256)

@@ -61,7 +61,7 @@ def row_blocks(rows: int, products: int, most: int) -> list[tuple[int, int]]:
     >>> row_blocks(64, 288, 28)
     [(0, 21), (21, 42), (42, 64)]
     >>> len(row_blocks(256, 1152, 28)), len(row_blocks(512, 2304, 28))
-    (12, 20)
+    (12, 24)
     """
     fitting = _BLOCK_BYTES // (_BYTES_PER_PRODUCT * products)
     count = -(-rows // max(_LEAST_ROWS, min(most, fitting)))

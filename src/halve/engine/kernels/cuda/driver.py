@@ -14,6 +14,7 @@ from torch import Tensor
 from halve.errors import EngineError
 
 _MAX_DYNAMIC_SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 MIN_CAPABILITY = (8, 0)  # the first with sparse tensor cores
 
 
@@ -31,6 +32,12 @@ def unavailable(device: torch.device) -> str | None:
 
 
 @functools.cache
+def processors(device: int) -> int:
+    """The number of streaming multiprocessors."""
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
 def architecture(device: int) -> str:
     """The architecture to compile for, such as "sm_90a"."""
     major, minor = torch.cuda.get_device_capability(device)
@@ -42,6 +49,7 @@ class Kernel:
 
     def __init__(self, code: bytes, name: str, device: int, shared_bytes: int) -> None:
         self.device, self.shared_bytes = device, shared_bytes
+        self._can_depend = torch.cuda.get_device_capability(device) >= (9, 0)
         limit = torch.cuda.get_device_properties(device).shared_memory_per_block_optin
         if shared_bytes > limit:
             raise EngineError(
@@ -51,39 +59,68 @@ class Kernel:
             torch.cuda.current_stream()  # initializes PyTorch's context
             _enter_context(device)
             self._module, self._function = ctypes.c_void_p(), ctypes.c_void_p()
-            _call("cuModuleLoadData", ctypes.byref(self._module), code)
-            _call("cuModuleGetFunction", ctypes.byref(self._function), self._module, name.encode())
-            _call("cuFuncSetAttribute", self._function, _MAX_DYNAMIC_SHARED_SIZE, shared_bytes)
+            call("cuModuleLoadData", ctypes.byref(self._module), code)
+            call("cuModuleGetFunction", ctypes.byref(self._function), self._module, name.encode())
+            call("cuFuncSetAttribute", self._function, _MAX_DYNAMIC_SHARED_SIZE, shared_bytes)
 
     def launch(
-        self, grid: tuple[int, int], threads: int, arguments: Sequence[Tensor | ctypes.Structure | None]
+        self,
+        grid: tuple[int, int],
+        threads: int,
+        arguments: Sequence[Tensor | ctypes.Structure | None],
     ) -> None:
-        """Launch the kernel on the current stream. Tensors are passed as pointers, None as a null pointer."""
+        """Launch the kernel on the current stream. Tensors are passed as pointers, None as a null pointer.
+
+        While a CUDA graph is recorded, the launch is a dependent one: the kernel may start before the previous one is
+        done, and waits for it itself. Only there, as weights do not change within a recording.
+        """
         held = [a if isinstance(a, ctypes.Structure) else ctypes.c_void_p(_address(a)) for a in arguments]
         pointers = (ctypes.c_void_p * len(held))(*(ctypes.addressof(a) for a in held))
+        attributes = (_Attribute * 1)(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (ctypes.c_int * 16)(1)))
         with torch.cuda.device(self.device):
             _enter_context(self.device)
-            stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-            _call(
-                "cuLaunchKernel", self._function, *grid, 1, threads, 1, 1, self.shared_bytes, stream, pointers, None
-            )  # fmt: skip
+            config = _Config(
+                *(*grid, 1, threads, 1, 1, self.shared_bytes),
+                torch.cuda.current_stream().cuda_stream,
+                attributes,
+                int(torch.cuda.is_current_stream_capturing() and self._can_depend),
+            )
+            call("cuLaunchKernelEx", ctypes.byref(config), self._function, pointers, None)
+
+
+class _Attribute(ctypes.Structure):
+    """`CUlaunchAttribute`."""
+
+    _fields_ = (("id", ctypes.c_int), ("pad", ctypes.c_int), ("value", ctypes.c_int * 16))
+
+
+class _Config(ctypes.Structure):
+    """`CUlaunchConfig`."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.POINTER(_Attribute)),
+        ("count", ctypes.c_uint),
+    )
 
 
 def _enter_context(device: int) -> None:
     """Make PyTorch's context current. New threads have none until PyTorch first uses CUDA in them."""
     context, handle = ctypes.c_void_p(), ctypes.c_int()
-    _call("cuCtxGetCurrent", ctypes.byref(context))
+    call("cuCtxGetCurrent", ctypes.byref(context))
     if not context.value:
-        _call("cuDeviceGet", ctypes.byref(handle), device)
-        _call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
-        _call("cuCtxSetCurrent", context)
+        call("cuDeviceGet", ctypes.byref(handle), device)
+        call("cuDevicePrimaryCtxRetain", ctypes.byref(context), handle)
+        call("cuCtxSetCurrent", context)
 
 
 def _address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def _call(name: str, *arguments: object) -> None:
+def call(name: str, *arguments: object) -> None:
+    """Call a function of the driver API; raise `EngineError` if it fails."""
     result = getattr(_library(), name)(*arguments)
     if result:
         text = ctypes.c_char_p()

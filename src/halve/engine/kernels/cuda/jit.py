@@ -14,6 +14,7 @@ import site
 import sys
 import tempfile
 from collections.abc import Sequence
+from importlib import resources
 from pathlib import Path
 
 import torch
@@ -43,6 +44,12 @@ def cubin(source: str, architecture: str, options: Sequence[str] = ()) -> bytes:
         path.parent.mkdir(parents=True, exist_ok=True)
         write_atomically(path, hashlib.sha256(code).digest() + code)
     return code
+
+
+def source(package: str, name: str) -> str:
+    """CUDA source from a file of a kernel family, after what all of them share (`elements.cu`)."""
+    shared = resources.files(__package__).joinpath("elements.cu").read_text()
+    return shared + resources.files(package).joinpath(name).read_text()
 
 
 def version() -> tuple[int, int]:

@@ -1,7 +1,7 @@
 """Dense kernels of PyTorch, cuDNN and cuBLAS: the fallback on every device, and the baseline.
 
 Variants: `torch` is unfused PyTorch; `cudnn` is cuDNN's fused convolution, bias, residual and ReLU; `gemm` is a matrix
-product, with bias and ReLU fused if cuBLAS supports it.
+product, with bias and ReLU fused if cuBLAS supports it. Max pooling behind a convolution is ours.
 """
 
 from collections.abc import Sequence
@@ -11,13 +11,15 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from halve.engine.kernels.kernel import KernelFamily, Piece
-from halve.engine.operations import Convolution, Linear, MaxPool, Operation, Tensors, finish
+from halve.engine.kernels.pool.family import Pool
+from halve.engine.operations import Convolution, Linear, MaxPool, Operation, PooledConvolution, Tensors, finish
 
 _NHWC = torch.channels_last
+_VECTORS = ("bias", "scale")
 
 
 class Dense(KernelFamily):
-    """Keeps weights unpacked, channels last, and biases both exact and in the weight's dtype."""
+    """Keeps weights unpacked, channels last, and biases and scales both exact and in the weight's dtype."""
 
     name = "dense"
     library = True
@@ -28,26 +30,33 @@ class Dense(KernelFamily):
 
     def variants(self, piece: Piece, device: torch.device) -> Sequence[str]:
         found, operation = ["torch"], piece.operation
-        if device.type != "cuda":
+        if device.type != "cuda" or getattr(operation, "scaled", False):
             return found
-        if isinstance(operation, Convolution) and operation.activation == "relu":
+        if isinstance(operation, Convolution | PooledConvolution) and operation.activation == "relu":
             found.append("cudnn")
         if isinstance(operation, Convolution | Linear) and operation.pointwise:
             found.append("gemm")
         return found
 
+    def inlined(self, variant: str) -> bool:
+        return variant != "cudnn"  # compilers do not fuse bias, residual and ReLU into convolutions
+
     def pack(self, operation: Operation, tensors: Tensors) -> dict[str, Tensor]:
         packed = dict(tensors)
-        if isinstance(operation, Convolution):
+        if isinstance(operation, Convolution | PooledConvolution):
             packed["weight"] = tensors["weight"].contiguous(memory_format=_NHWC)
-        if "bias" in tensors and tensors["bias"].dtype != tensors["weight"].dtype:
-            packed["rounded_bias"] = tensors["bias"].to(tensors["weight"].dtype)
+        for name in _VECTORS:
+            if name in tensors and tensors[name].dtype != tensors["weight"].dtype:
+                packed[f"rounded_{name}"] = tensors[name].to(tensors["weight"].dtype)
         return packed
 
     def unpack(self, operation: Operation, packed: Tensors) -> dict[str, Tensor]:
-        return {name: tensor for name, tensor in packed.items() if name != "rounded_bias"}
+        return {name: tensor for name, tensor in packed.items() if not name.startswith("rounded_")}
 
     def run(self, inputs: Sequence[Tensor], packed: Tensors, operation: Operation, variant: str) -> Tensor:
+        if isinstance(operation, PooledConvolution):
+            y = self.run(inputs, packed, operation.convolution, variant)
+            return Pool().run([Pool.reads.of(y)], {}, operation.pool, "nhwc")
         x, residual = inputs[0], inputs[1:]
         weight, bias = packed.get("weight"), packed.get("rounded_bias", packed.get("bias"))
         if weight is None or not x.is_cuda or not x.numel() or isinstance(operation, MaxPool):
@@ -69,8 +78,8 @@ class Dense(KernelFamily):
 
 
 def _read(packed: Tensors) -> dict[str, Tensor]:
-    """The tensors, with the bias in the weight's dtype."""
-    return {**packed, "bias": packed["rounded_bias"]} if "rounded_bias" in packed else dict(packed)
+    """The tensors, with bias and scale in the weight's dtype."""
+    return {**packed, **{name: packed[f"rounded_{name}"] for name in _VECTORS if f"rounded_{name}" in packed}}
 
 
 def _product(x: Tensor, matrix: Tensor, bias: Tensor | None, residual: Sequence[Tensor], activation: str) -> Tensor:

@@ -13,10 +13,6 @@
 // team, which takes every WARPS_K-th step, does its own copies and synchronizes only with itself (split-K within a block,
 // for layers with few tiles).
 
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
-
 constexpr int WARP_M = ROW_TILES * 16, WARP_N = PIXEL_TILES * 8;
 constexpr int TILE_M = WARPS_M * WARP_M, TILE_N = WARPS_N * WARP_N, TILE_K = 64, STAGES = 3;
 constexpr int TEAM = 32 * WARPS_M * WARPS_N, THREADS = TEAM * WARPS_K;
@@ -32,38 +28,6 @@ struct Shape {
     int kernel_h, kernel_w, stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
     int row_tiles;  // of 16 rows, in the packed weight
 };
-
-__device__ __forceinline__ float to_float(u16 v) {
-#if BF16
-    return __uint_as_float((u32)v << 16);
-#else
-    float f;
-    asm("cvt.f32.f16 %0, %1;" : "=f"(f) : "h"(v));
-    return f;
-#endif
-}
-
-__device__ __forceinline__ u16 from_float(float f) {
-    u16 v;
-#if BF16
-    asm("cvt.rn.bf16.f32 %0, %1;" : "=h"(v) : "f"(f));
-#else
-    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(v) : "f"(f));
-#endif
-    return v;
-}
-
-// ACTIVATE selects one of these at compile time: inlining all of them for every output would overflow the instruction
-// cache. Names match ACTIVATIONS in halve.engine.operations.
-__device__ __forceinline__ float activate_none(float v) { return v; }
-__device__ __forceinline__ float activate_relu(float v) { return v < 0.f ? 0.f : v; }  // propagates NaN, like PyTorch
-__device__ __forceinline__ float activate_gelu(float v) { return 0.5f * v * (1.f + erff(v * 0.70710678f)); }
-__device__ __forceinline__ float activate_silu(float v) { return v / (1.f + __expf(-v)); }
-__device__ __forceinline__ float activate_hardswish(float v) {
-    float gate = v + 3.f;
-    gate = gate < 0.f ? 0.f : gate > 6.f ? 6.f : gate;
-    return v * gate / 6.f;
-}
 
 template <int BYTES>
 __device__ __forceinline__ void copy_async(u32 to, const void* from, bool inside) {
@@ -202,7 +166,9 @@ extern "C" __global__ void __launch_bounds__(THREADS) conv(const u16* __restrict
     float sums[ROW_TILES][PIXEL_TILES][4] = {};
     const int tile = first_row / 16 + warp_m * ROW_TILES;
     Weights now, next;
+    let_next_kernel_start();
     load_weights(now, values, meta, tile, s.row_tiles, team, steps, lane);
+    wait_for_previous_kernel();
 #pragma unroll
     for (int stage = 0; stage < STAGES - 1; ++stage) copy(stage);
     int stage = 0;

@@ -2,7 +2,6 @@
 
 import ctypes
 import functools
-from importlib import resources
 from typing import NamedTuple
 
 import torch
@@ -124,7 +123,7 @@ def _machine_code(options: tuple[str, ...], architecture: str) -> bytes:
 
 @functools.cache
 def _source() -> str:
-    return resources.files(__package__).joinpath("conv.cu").read_text()
+    return jit.source(__package__, "conv.cu")
 
 
 def version() -> str:

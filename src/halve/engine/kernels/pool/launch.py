@@ -3,7 +3,6 @@
 import ctypes
 import functools
 from collections.abc import Sequence
-from importlib import resources
 
 import torch
 from torch import Tensor
@@ -65,7 +64,7 @@ def machine_code(dtype: torch.dtype, kernel: tuple[int, ...], architecture: str)
 
 @functools.cache
 def _source() -> str:
-    return resources.files(__package__).joinpath("pool.cu").read_text()
+    return jit.source(__package__, "pool.cu")
 
 
 def version() -> str:

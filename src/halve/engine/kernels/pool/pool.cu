@@ -5,8 +5,6 @@
 //
 // Compile-time parameters: BF16 (0, 1), KERNEL_H and KERNEL_W, so that small windows are unrolled and their loads overlap.
 
-typedef unsigned int u32;
-
 struct Shape {
     int height, width, channels, out_height, out_width;
     int stride_h, stride_w, pad_h, pad_w, dilation_h, dilation_w;
@@ -26,6 +24,8 @@ constexpr bool SMALL = KERNEL_H * KERNEL_W <= 16;
 
 extern "C" __global__ void __launch_bounds__(128) max_pool(const uint4* x, uint4* out, Shape s) {
     constexpr u32 LEAST = BF16 ? 0xff80ff80u : 0xfc00fc00u;  // two times minus infinity
+    let_next_kernel_start();
+    wait_for_previous_kernel();
     const int image = blockIdx.x / s.out_height, row = blockIdx.x % s.out_height;
     const int pieces = s.channels / 8, place = blockIdx.y * blockDim.x + threadIdx.x;
     if (place >= s.out_width * pieces) return;

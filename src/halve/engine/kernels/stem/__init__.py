@@ -1,0 +1,1 @@
+"""The first layer of many networks with its pooling, for Hopper GPUs."""

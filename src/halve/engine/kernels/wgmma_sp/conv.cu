@@ -1,0 +1,372 @@
+// Convolution on Hopper's tensor cores (wgmma, compute capability 9.0), with bias, scale, residual and activation in the epilogue.
+//
+//   D[out channel, pixel] = sum over taps and channels of W[out channel, tap, channel] * X[pixel shifted by tap, channel]
+//
+// A tile of D has 64 * BLOCKS output channels per warpgroup and PIXELS pixels. Pixels of a tile are whole rows of one image
+// or whole images, with margins of zeros, so that a tap is a shift: the copy engine (TMA) loads a box of pixels with its
+// margins once for every 64 channels, and each tap multiplies the same box from another start. Only left and upper margins
+// are stored: past the end of a row comes the left margin of the next, which is zero too. Results at margins are computed and
+// then dropped when the tile is stored, since they lie outside of the image. Convolutions of stride 2 load up to four boxes,
+// of the even and odd rows and columns. 1x1 convolutions see all pixels of the batch as one row.
+//
+// Three warpgroups: the first starts copies, the other two multiply. They either share the pixels and split the output
+// channels (OWN == 0), or each has its own tiles (OWN == 1), with the weights in shared memory for good where they fit
+// (RESIDENT == 1). The second starts some steps later, so that the epilogue of one overlaps with the products of the other.
+// Blocks are persistent: each takes every gridDim.x-th tile.
+//
+// Weights come in blocks of 64 output channels by 64 channels of one tap (see packing.py), and a step multiplies one. The
+// metadata of 2:4 blocks is read from registers while products are in flight, which the assembler does not know: `keep` holds
+// them until the products are done.
+//
+// Compile-time parameters: SPARSE, BF16, RESIDUAL, OWN, RESIDENT (0, 1), BLOCKS, PIXELS (a multiple of 8), PARTS (into which
+// the pixels of a tile are split for storing), STAGES (buffers for these parts per warpgroup), ACTIVATE. launch.py
+// generates `multiply` for PIXELS, in the place of MULTIPLY.
+
+struct alignas(64) TensorMap { u64 opaque[16]; };
+
+constexpr int MAX_TAPS = 49;
+
+struct Shape {
+    int chunks, taps, planes;            // of 64 input channels; of the kernel; boxes per chunk
+    int row_tiles, pixel_tiles, rows;    // tiles along output channels and pixels; output channels
+    int flat;                            // 1x1: pixels of the batch are one row
+    int tile_rows, tile_images;          // output rows of a tile, in one image; or images of a tile, if there are several
+    int tiles_per_image;
+    int stride, pad_h, pad_w, pitch;     // pitch: pixels of a row of the box
+    int box_pixels, slot_bytes;          // pixels in a box; bytes of its buffer
+    int stage_bytes, stored_bytes;       // of a buffer for storing; of what is stored at once
+    int pixel_slots, weight_slots;       // buffers for boxes and for blocks of weights
+    int staging, weights, barriers;      // offsets in shared memory
+    int lag;                             // steps by which the second warpgroup starts later
+    u64 begins;                          // bit t: tap t is the first of its box
+    u16 shifts[MAX_TAPS];                // of each tap, in pixels
+};
+
+constexpr int BLOCK_BYTES = SPARSE ? 4608 : 8192;  // 2 x 2048 bytes of values and 512 of metadata, or 4 x 2048 of values
+constexpr int SLOT_OF_WEIGHTS = BLOCKS * BLOCK_BYTES;
+constexpr int SHARERS = OWN ? 1 : 2;  // warpgroups that share a box
+constexpr int TILE_CHANNELS = 64 * BLOCKS * SHARERS;
+constexpr int PART_PIXELS = PIXELS / PARTS;
+constexpr bool IN_PLACE = OWN && BLOCKS == 1 && PARTS == 1;  // store from the last box: no product reads it any more
+static_assert(!RESIDENT || OWN, "resident weights are shared by warpgroups with their own tiles");
+static_assert(IN_PLACE || !RESIDUAL || STAGES == BLOCKS * PARTS, "the residual of a tile is loaded at once");
+
+__device__ __forceinline__ void init_barrier(u32 barrier, int arrivals) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
+}
+__device__ __forceinline__ void expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+__device__ __forceinline__ void arrive(u32 barrier, int count = 1) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+__device__ __forceinline__ void wait(u32 barrier, u32 phase) {
+    asm volatile("{\n.reg .pred done;\nagain:\nmbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+                 "@done bra over;\nbra again;\nover:\n}" ::"r"(barrier), "r"(phase) : "memory");
+}
+__device__ __forceinline__ void load_box(u32 to, const TensorMap& map, u32 barrier, int c, int x, int y, int n) {
+    asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
+                 "[%0], [%1, {%3, %4, %5, %6}], [%2];"
+                 ::"r"(to), "l"(&map), "r"(barrier), "r"(c), "r"(x), "r"(y), "r"(n) : "memory");
+}
+__device__ __forceinline__ void store_box(const TensorMap& map, u32 from, int c, int x, int y, int n) {
+    asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
+                 ::"l"(&map), "r"(from), "r"(c), "r"(x), "r"(y), "r"(n) : "memory");
+    asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+__device__ __forceinline__ void load_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
+                 ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+template <int N>
+__device__ __forceinline__ void wait_for_stores() {  // until at most N stores still read shared memory
+    asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(N) : "memory");
+}
+template <int N>
+__device__ __forceinline__ void wait_for_products() {  // until at most N groups of products are in flight
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(N) : "memory");
+}
+__device__ __forceinline__ void wait_for_warpgroup(int group) {
+    asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+}
+
+// Matrix descriptors. Weights: core matrices of 8 rows x 16 bytes without swizzle, 128 bytes apart along K and 256 along
+// rows. Pixels: rows of 128 bytes with the 128-byte swizzle, which depends on the address, so any row can be the first.
+__device__ __forceinline__ u64 weights_at(u32 address) {
+    return (u64)((address & 0x3FFFF) >> 4) | (u64)8 << 16 | (u64)16 << 32;
+}
+__device__ __forceinline__ u64 pixels_at(u32 address) {
+    return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
+}
+
+//MULTIPLY
+// Uses the metadata of a product that is done. The assembler would otherwise reuse the registers while it is in flight.
+// Words of ones are no metadata: the two indices of a block differ.
+__device__ __forceinline__ void keep(const u32 (&metadata)[BLOCKS]) {
+#if SPARSE
+#pragma unroll
+    for (int m = 0; m < BLOCKS; ++m)
+        asm volatile("{.reg .pred p; setp.eq.u32 p, %0, 0xFFFFFFFF; @p trap;}" ::"r"(metadata[m]) : "memory");
+#endif
+}
+
+__device__ __forceinline__ u32 two(float a, float b) { return (u32)from_float(a) | (u32)from_float(b) << 16; }
+
+// A buffer of a ring, and the phase of its barriers.
+struct Ring {
+    int slot = 0;
+    u32 phase = 0;
+    __device__ __forceinline__ void advance(int slots) {
+        if (++slot == slots) slot = 0, phase ^= 1;
+    }
+};
+
+// The first pixel of a tile of the result.
+struct Place {
+    int x, y, n;
+    __device__ __forceinline__ Place(int tile, const Shape& s) {
+        if (s.flat) x = tile * PIXELS, y = 0, n = 0;
+        else if (s.tile_images > 1) x = 0, y = 0, n = tile * s.tile_images;
+        else x = 0, n = tile / s.tiles_per_image, y = (tile - n * s.tiles_per_image) * s.tile_rows;
+    }
+};
+
+extern "C" __global__ void __launch_bounds__(384, 1)
+conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap output,
+     const __grid_constant__ TensorMap residual, const unsigned char* __restrict__ packed, const float* __restrict__ bias,
+     const float* __restrict__ scale, const __grid_constant__ Shape s) {
+    extern __shared__ __align__(1024) unsigned char shared[];
+    const u32 base = (u32)__cvta_generic_to_shared(shared);
+    const int thread = threadIdx.x, group = thread / 128;
+    const int pixel_rings = OWN ? 2 : 1, weight_rings = RESIDENT ? 1 : 2;
+    const int all_weight_slots = weight_rings * s.weight_slots, all_pixel_slots = pixel_rings * s.pixel_slots;
+    const u32 weights_full = base + s.barriers, weights_free = weights_full + 8 * all_weight_slots;
+    const u32 pixels_full = weights_free + 8 * all_weight_slots, pixels_free = pixels_full + 8 * all_pixel_slots;
+    const u32 residual_full = pixels_free + 8 * all_pixel_slots;
+    if (thread == 0) {
+        for (int i = 0; i < all_weight_slots; ++i) init_barrier(weights_full + 8 * i, 1), init_barrier(weights_free + 8 * i, 4);
+        for (int i = 0; i < all_pixel_slots; ++i)
+            init_barrier(pixels_full + 8 * i, 1), init_barrier(pixels_free + 8 * i, 4 * SHARERS);
+        init_barrier(residual_full, 1), init_barrier(residual_full + 8, 1);
+        asm volatile("fence.mbarrier_init.release.cluster;");
+    }
+    // What lies behind a box is read as the margin of its last row. Copies never write there.
+    for (int slot = 0; slot < all_pixel_slots; ++slot)
+        for (int at = s.box_pixels * 128 + thread * 16; at < s.slot_bytes; at += 384 * 16)
+            *reinterpret_cast<uint4*>(shared + slot * s.slot_bytes + at) = make_uint4(0, 0, 0, 0);
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    __syncthreads();
+    let_next_kernel_start();
+
+    // Tiles of this block: first, first + stride, ... below total. Blocks with resident weights keep their row tile.
+    const int blocks = RESIDENT ? gridDim.x / s.row_tiles : gridDim.x;
+    const int block = RESIDENT ? blockIdx.x / s.row_tiles : blockIdx.x, own_row = RESIDENT ? blockIdx.x % s.row_tiles : 0;
+    const int rows_in_turn = RESIDENT ? 1 : s.row_tiles;
+    const int total = s.pixel_tiles * rows_in_turn, steps = s.chunks * s.taps;
+    const int every = OWN ? 2 * blocks : blocks;
+
+    if (group == 0) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        const int warp = thread / 32;
+        if (thread % 32) return;
+        // Output channels past the last block are not stored: any weights will do for them.
+        const int last_row = (s.rows + 63) / 64 - 1;
+        auto load_weights = [&](int slot, int row, int step) {
+            expect(weights_full + 8 * slot, SLOT_OF_WEIGHTS);
+            for (int m = 0; m < BLOCKS; ++m)
+                load_bytes(base + s.weights + slot * SLOT_OF_WEIGHTS + m * BLOCK_BYTES,
+                           packed + ((size_t)min(row + m, last_row) * steps + step) * BLOCK_BYTES, BLOCK_BYTES,
+                           weights_full + 8 * slot);
+        };
+        if (warp < pixel_rings) {  // copies pixels
+            wait_for_previous_kernel();
+            const int first_slot = warp * s.pixel_slots;
+            Ring ring;
+            for (int tile = block + warp * blocks; tile < total; tile += every) {
+                const Place place(tile / rows_in_turn, s);
+                const int x = place.x * s.stride - s.pad_w, y = place.y * s.stride - s.pad_h;
+                for (int chunk = 0; chunk < s.chunks; ++chunk)
+                    for (int plane = 0; plane < s.planes; ++plane) {
+                        const int slot = first_slot + ring.slot, across = s.planes == 4 ? plane & 1 : 0;
+                        const u32 full = pixels_full + 8 * slot;
+                        wait(pixels_free + 8 * slot, ring.phase ^ 1);
+                        expect(full, s.box_pixels * 128);
+                        load_box(base + slot * s.slot_bytes, input, full, chunk * 64, x + across,
+                                 y + (s.planes == 4 ? plane >> 1 : 0), place.n);
+                        ring.advance(s.pixel_slots);
+                    }
+            }
+        } else if (RESIDENT && warp == 2) {  // copies the weights once
+            for (int step = 0; step < steps; ++step) load_weights(step, own_row * BLOCKS, step);
+        } else if (!RESIDENT && warp >= 2) {  // copies the weights of one warpgroup
+            const int consumer = warp - 2, first_slot = consumer * s.weight_slots;
+            Ring ring;
+            for (int tile = OWN ? block + consumer * blocks : block; tile < total; tile += every) {
+                const int row = (tile % s.row_tiles * SHARERS + (OWN ? 0 : consumer)) * BLOCKS;
+                for (int step = 0; step < steps; ++step) {
+                    wait(weights_free + 8 * (first_slot + ring.slot), ring.phase ^ 1);
+                    load_weights(first_slot + ring.slot, row, step);
+                    ring.advance(s.weight_slots);
+                }
+            }
+        }
+        return;
+    }
+
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    const int consumer = group - 1, t = thread % 128, warp = t / 32, lane = t % 32;
+    const int first_pixel_slot = OWN ? consumer * s.pixel_slots : 0;
+    const int first_weight_slot = RESIDENT ? 0 : consumer * s.weight_slots;
+    const u32 staging = base + s.staging + consumer * STAGES * s.stage_bytes, own_residual = residual_full + 8 * consumer;
+    // Where this lane stores 8x8 matrices of results: rows are pixels, 16-byte pieces of them are swizzled.
+    const u32 lane_offset = (lane & 7) * 128 + (((warp * 2 + (lane >> 3 & 1)) ^ (lane & 7)) << 4) + (lane >> 4 & 1) * 1024;
+    const int first_tile = OWN ? block + consumer * blocks : block;
+    if (first_tile >= total) return;
+
+    float sums[BLOCKS][PIXELS / 2];
+    Ring pixels, weights;
+    int stage = 0, held_slot = -1;
+    int lag = consumer == 0 ? s.lag : 0;  // of the second warpgroup, in the first tile
+    u32 residual_phase = 0;
+    if (consumer == 1) asm volatile("bar.sync 3, 256;" ::: "memory");
+    if (RESIDUAL && t == 0) wait_for_previous_kernel();
+
+    for (int tile = first_tile; tile < total; tile += every) {
+        const Place place(tile / rows_in_turn, s);
+        const int row_tile = RESIDENT ? own_row : tile % s.row_tiles;
+        const int first_row = row_tile * TILE_CHANNELS + (OWN ? 0 : consumer) * 64 * BLOCKS;
+        float factor[BLOCKS][2], shift[BLOCKS][2];
+#pragma unroll
+        for (int m = 0; m < BLOCKS; ++m)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                const int row = first_row + m * 64 + warp * 16 + lane / 4 + half * 8;
+                factor[m][half] = scale && row < s.rows ? __ldg(scale + row) : 1.f;
+                shift[m][half] = bias && row < s.rows ? __ldg(bias + row) * factor[m][half] : 0.f;
+            }
+        if (RESIDUAL && !IN_PLACE && t == 0) {
+            wait_for_stores<0>();
+            expect(own_residual, BLOCKS * PARTS * s.stored_bytes);
+#pragma unroll
+            for (int m = 0; m < BLOCKS; ++m)
+#pragma unroll
+                for (int part = 0; part < PARTS; ++part)
+                    load_box(staging + (m * PARTS + part) * s.stage_bytes, residual, own_residual, first_row + m * 64,
+                             place.x + part * PART_PIXELS, place.y, place.n);
+        }
+
+        int tap = 0, slot = 0, slot_before = 0, weights_before = 0, step = 0;
+        auto take = [&](u32 (&metadata)[BLOCKS], const u32 (&metadata_before)[BLOCKS]) {
+            const bool begins = s.begins >> tap & 1;
+            if (begins) {
+                slot_before = slot, slot = first_pixel_slot + pixels.slot;
+                wait(pixels_full + 8 * slot, pixels.phase);
+                pixels.advance(s.pixel_slots);
+            }
+            const int weight_slot = first_weight_slot + weights.slot;
+            wait(weights_full + 8 * weight_slot, RESIDENT ? 0 : weights.phase);
+            weights.advance(s.weight_slots);
+            const u32 values = base + s.weights + weight_slot * SLOT_OF_WEIGHTS;
+#if SPARSE
+#pragma unroll
+            for (int m = 0; m < BLOCKS; ++m)
+                asm volatile("ld.shared.u32 %0, [%1];" : "=r"(metadata[m]) : "r"(values + m * BLOCK_BYTES + 4096 + t * 4));
+#endif
+            asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+            const u64 b = pixels_at(base + slot * s.slot_bytes + s.shifts[tap] * 128);
+#pragma unroll
+            for (int m = 0; m < BLOCKS; ++m) {
+                const u64 a = weights_at(values + m * BLOCK_BYTES);
+#if SPARSE
+                multiply<0>(sums[m], a, b, metadata[m], step > 0);
+                multiply<1>(sums[m], a + 128, b + 4, metadata[m], 1);
+#else
+                multiply(sums[m], a, b, step > 0);
+#pragma unroll
+                for (int k = 1; k < 4; ++k) multiply(sums[m], a + 128 * k, b + 2 * k, 1);
+#endif
+            }
+            asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+            wait_for_products<1>();
+            keep(metadata_before);
+            if (lane == 0 && step > 0) {  // the step before is done with its buffers
+                if (!RESIDENT) arrive(weights_free + 8 * weights_before);
+                if (begins) arrive(pixels_free + 8 * slot_before);
+            }
+            if (IN_PLACE && step == 0 && held_slot >= 0 && t == 0) {  // the previous tile has been stored
+                wait_for_stores<0>();
+                arrive(pixels_free + 8 * held_slot, 4);
+            }
+            weights_before = weight_slot, ++step;
+            if (++tap == s.taps) tap = 0;
+            if (step == lag) asm volatile("bar.arrive 3, 256;" ::: "memory");
+        };
+        u32 even[BLOCKS] = {}, odd[BLOCKS] = {};
+        for (int pair = 0; pair < steps / 2; ++pair) take(even, odd), take(odd, even);
+        if (steps % 2) take(even, odd);
+        wait_for_products<0>();
+        keep(even), keep(odd);
+        if (lane == 0) {
+            if (!RESIDENT) arrive(weights_free + 8 * weights_before);
+            if (!IN_PLACE) arrive(pixels_free + 8 * slot);
+        }
+        lag = 0;
+
+        held_slot = slot;
+        if (RESIDUAL && IN_PLACE) {
+            wait_for_warpgroup(consumer);
+            if (t == 0) {
+                expect(own_residual, s.stored_bytes);
+                load_box(base + slot * s.slot_bytes, residual, own_residual, first_row, place.x, place.y, place.n);
+            }
+        }
+        if (RESIDUAL) wait(own_residual, residual_phase), residual_phase ^= 1;
+#pragma unroll
+        for (int m = 0; m < BLOCKS; ++m)
+#pragma unroll
+            for (int part = 0; part < PARTS; ++part) {
+                u32 to;
+                if (IN_PLACE) to = base + slot * s.slot_bytes;
+                else if (RESIDUAL) to = staging + (m * PARTS + part) * s.stage_bytes;
+                else {
+                    to = staging + stage * s.stage_bytes;
+                    if (++stage == STAGES) stage = 0;
+                    if (t == 0) wait_for_stores<STAGES - 1>();
+                }
+                if (!RESIDUAL) wait_for_warpgroup(consumer);
+                constexpr int MATRICES = PART_PIXELS / 8;  // 8 pixels by 16 output channels per warp
+#pragma unroll
+                for (int j = 0; j < MATRICES; j += 2) {
+                    const bool pair = j + 1 < MATRICES;
+                    const u32 at = to + (pair ? lane_offset : lane_offset & 1023) + j * 1024;
+                    u32 added[4] = {}, result[4];
+                    if (RESIDUAL) {
+                        if (pair)
+                            asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                                         : "=r"(added[0]), "=r"(added[1]), "=r"(added[2]), "=r"(added[3]) : "r"(at) : "memory");
+                        else
+                            asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+                                         : "=r"(added[0]), "=r"(added[1]) : "r"(at) : "memory");
+                    }
+#pragma unroll
+                    for (int i = 0; i < (pair ? 4 : 2); ++i) {
+                        const int k = (part * MATRICES + j + i / 2) * 4 + i % 2 * 2;
+                        float low = fmaf(sums[m][k], factor[m][i % 2], shift[m][i % 2]);
+                        float high = fmaf(sums[m][k + 1], factor[m][i % 2], shift[m][i % 2]);
+                        if (RESIDUAL) low += to_float((u16)added[i]), high += to_float((u16)(added[i] >> 16));
+                        result[i] = two(ACTIVATE(low), ACTIVATE(high));
+                    }
+                    if (pair)
+                        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+                                     ::"r"(at), "r"(result[0]), "r"(result[1]), "r"(result[2]), "r"(result[3]) : "memory");
+                    else
+                        asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
+                                     ::"r"(at), "r"(result[0]), "r"(result[1]) : "memory");
+                }
+                asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+                wait_for_warpgroup(consumer);
+                if (t == 0) store_box(output, to, first_row + m * 64, place.x + part * PART_PIXELS, place.y, place.n);
+            }
+    }
+    if (t == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}

@@ -1,0 +1,183 @@
+"""Compile and launch the `wgmma` convolution."""
+
+import ctypes
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from halve.engine.kernels.cuda import driver, jit
+from halve.engine.kernels.cuda.tensor_map import TensorMap, tensor_map
+from halve.engine.kernels.cuda.wgmma import multiply_source
+from halve.engine.kernels.wgmma_sp.packing import SIDE
+from halve.engine.kernels.wgmma_sp.tiling import MAX_TAPS, TILES, Tiling, tiling
+from halve.engine.operations import Convolution
+
+_NHWC = torch.channels_last
+_THREADS = 384
+
+
+class Variant(NamedTuple):
+    """The compile-time parameters of the kernel."""
+
+    sparse: bool
+    bf16: bool
+    residual: bool
+    own: bool
+    resident: bool
+    blocks: int
+    pixels: int
+    parts: int
+    stages: int
+    activation: str
+
+    def options(self) -> tuple[str, ...]:
+        """Preprocessor definitions for the compiler."""
+        values = {name.upper(): int(value) for name, value in self._asdict().items() if name != "activation"}
+        return (*(f"-D{name}={value}" for name, value in values.items()), f"-DACTIVATE=activate_{self.activation}")
+
+
+class _Shape(ctypes.Structure):
+    """`Shape` in conv.cu."""
+
+    _fields_ = (
+        *(
+            (name, ctypes.c_int)
+            for name in (
+                *("chunks", "taps", "planes", "row_tiles", "pixel_tiles", "rows", "flat", "tile_rows", "tile_images"),
+                *("tiles_per_image", "stride", "pad_h", "pad_w", "pitch", "box_pixels", "slot_bytes", "stage_bytes"),
+                *("stored_bytes", "pixel_slots", "weight_slots", "staging", "weights", "barriers", "lag"),
+            )
+        ),
+        ("begins", ctypes.c_uint64),
+        ("shifts", ctypes.c_uint16 * MAX_TAPS),
+    )
+
+
+class Operands(NamedTuple):
+    """The tensors of one launch: on one GPU, images channels last and aligned to 16 bytes, vectors in float32."""
+
+    x: Tensor
+    packed: Tensor
+    bias: Tensor | None
+    scale: Tensor | None
+    residual: Tensor | None
+
+
+def machine_code(variant: Variant, architecture: str) -> bytes:
+    """The cubin of a variant, compiled on first use."""
+    return _machine_code(variant, architecture)
+
+
+@functools.cache
+def _machine_code(variant: Variant, architecture: str) -> bytes:
+    multiply = multiply_source(variant.pixels, variant.sparse, variant.bf16)
+    source = jit.source(__package__, "conv.cu").replace("//MULTIPLY", multiply)
+    return jit.cubin(source, architecture, variant.options())
+
+
+def version() -> str:
+    """A digest of the source and the tiles."""
+    return jit.digest(jit.source(__package__, "conv.cu"), multiply_source(8, True, False), repr(TILES))
+
+
+def fitting(x: Tensor, convolution: Convolution, tile: str, *, sparse: bool, residual: bool) -> Tiling | None:
+    """The tiling of an input; None if the kernel cannot run it in this tile."""
+    size = (x.shape[0], x.shape[2], x.shape[3])
+    return _fitting(convolution, size, tile, sparse, residual, driver.processors(x.device.index))
+
+
+@functools.lru_cache(4096)
+def _fitting(
+    convolution: Convolution, size: tuple[int, int, int], tile: str, sparse: bool, residual: bool, processors: int
+) -> Tiling | None:
+    return tiling(convolution, size, TILES[tile], sparse=sparse, residual=residual, processors=processors)
+
+
+def variant_of(plan: Tiling, convolution: Convolution, dtype: torch.dtype, *, sparse: bool, residual: bool) -> Variant:
+    return Variant(
+        sparse=sparse,
+        bf16=dtype == torch.bfloat16,
+        residual=residual,
+        own=plan.tile.own,
+        resident=plan.resident,
+        blocks=plan.tile.blocks,
+        pixels=plan.pixels,
+        parts=plan.parts,
+        stages=plan.stages,
+        activation=convolution.activation,
+    )
+
+
+def run(operands: Operands, convolution: Convolution, plan: Tiling, sparse: bool) -> Tensor:
+    """Launch the kernel on the current stream."""
+    x, packed, bias, scale, residual = operands
+    images, _, height, width = x.shape
+    out_size = convolution.out_size(height, width)
+    out = torch.empty((images, convolution.rows, *out_size), dtype=x.dtype, device=x.device, memory_format=_NHWC)
+    variant = variant_of(plan, convolution, x.dtype, sparse=sparse, residual=residual is not None)
+    kernel = _kernel(variant, x.device.index, plan.shared_bytes)
+    stored = _map(out, plan.stored, plan.flat)
+    kernel.launch(
+        (_grid(plan, driver.processors(x.device.index)), 1),
+        _THREADS,
+        (
+            _map(x, plan.box, plan.flat, convolution.stride[0]),
+            stored,
+            stored if residual is None else _map(residual, plan.stored, plan.flat),
+            packed,
+            bias,
+            scale,
+            _shape(plan, convolution),
+        ),
+    )
+    return out
+
+
+def _map(x: Tensor, box: tuple[int, int, int], flat: bool, stride: int = 1) -> TensorMap:
+    images, channels, height, width = x.shape
+    size = (images * height * width, 1, 1) if flat else (width, height, images)
+    return tensor_map(x, (channels, *size), (SIDE, *box), (1, stride, stride, 1))
+
+
+def _shape(plan: Tiling, convolution: Convolution) -> _Shape:
+    return _Shape(
+        chunks=-(-convolution.channels // SIDE),
+        taps=len(plan.shifts),
+        planes=plan.planes,
+        row_tiles=plan.row_tiles,
+        pixel_tiles=plan.pixel_tiles,
+        rows=convolution.rows,
+        flat=plan.flat,
+        tile_rows=plan.tile_rows,
+        tile_images=plan.tile_images,
+        tiles_per_image=plan.tiles_per_image,
+        stride=convolution.stride[0],
+        pad_h=convolution.padding[0],
+        pad_w=convolution.padding[1],
+        pitch=plan.pitch,
+        box_pixels=plan.box_pixels,
+        slot_bytes=plan.slot_bytes,
+        stage_bytes=plan.stage_bytes,
+        stored_bytes=plan.stored_bytes,
+        pixel_slots=plan.pixel_slots,
+        weight_slots=plan.weight_slots,
+        staging=plan.staging,
+        weights=plan.weights,
+        barriers=plan.barriers,
+        lag=plan.lag,
+        begins=plan.begins,
+        shifts=(ctypes.c_uint16 * MAX_TAPS)(*plan.shifts),
+    )
+
+
+def _grid(plan: Tiling, processors: int) -> int:
+    if plan.resident:  # each block keeps the weights of one row tile
+        return plan.row_tiles * min(processors // plan.row_tiles, plan.pixel_tiles)
+    return min(processors, plan.row_tiles * plan.pixel_tiles)
+
+
+@functools.cache
+def _kernel(variant: Variant, device: int, shared_bytes: int) -> driver.Kernel:
+    return driver.Kernel(machine_code(variant, driver.architecture(device)), "conv", device, shared_bytes)

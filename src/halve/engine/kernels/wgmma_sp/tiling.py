@@ -1,0 +1,239 @@
+"""How a layer is split into tiles, and what of it fits into shared memory."""
+
+import itertools
+import math
+from dataclasses import dataclass
+
+from halve.engine.kernels.wgmma_sp.packing import SIDE, taps
+from halve.engine.operations import Convolution
+
+SHARED_BYTES = 227 * 1024  # of a thread block on compute capability 9.0
+MAX_TAPS = 49  # as in conv.cu
+_PIXEL_BYTES = 2 * SIDE  # of the channels of one chunk
+_MAX_BOX = 256  # elements of a box along one dimension
+
+
+@dataclass(frozen=True)
+class Tile:
+    """What a thread block computes at once: output channels by up to `pixels` pixels, by two warpgroups."""
+
+    blocks: int  # of 64 output channels, per warpgroup
+    pixels: int  # at most; images have rows of any length
+    own: bool = False  # each warpgroup has its own pixels, instead of its own output channels
+
+    @property
+    def channels(self) -> int:
+        return SIDE * self.blocks * (1 if self.own else 2)
+
+    def __str__(self) -> str:
+        return f"{self.channels}x{self.pixels}" + (" own" if self.own else "")
+
+
+TILES = {
+    str(tile): tile
+    for tile in (
+        Tile(1, 256),
+        Tile(1, 192),
+        Tile(1, 128),
+        Tile(1, 64),
+        Tile(2, 128),
+        Tile(1, 256, own=True),
+        Tile(1, 128, own=True),
+        Tile(2, 64, own=True),
+    )
+}
+
+
+@dataclass(frozen=True)
+class Tiling:
+    """A layer on images of one size, split into tiles. Fields are named as in conv.cu."""
+
+    tile: Tile
+    pixels: int  # of a tile, including margins between rows; a multiple of 8
+    parts: int
+    stages: int
+    resident: bool
+    flat: bool
+    tile_rows: int
+    tile_images: int
+    tiles_per_image: int
+    pixel_tiles: int
+    row_tiles: int
+    pitch: int
+    box: tuple[int, int, int]  # columns, rows and images that are loaded
+    stored: tuple[int, int, int]  # columns, rows and images that are stored
+    planes: int
+    begins: int
+    shifts: tuple[int, ...]
+    box_pixels: int
+    slot_bytes: int
+    stage_bytes: int
+    stored_bytes: int
+    pixel_slots: int
+    weight_slots: int
+    staging: int
+    weights: int
+    barriers: int
+    shared_bytes: int
+    lag: int
+
+
+def supported(convolution: Convolution) -> bool:
+    """Whether the kernel can run the convolution on images of some size."""
+    stride, dilation, kernel = convolution.stride[0], convolution.dilation, convolution.kernel
+    return (
+        convolution.groups == 1
+        and convolution.channels % 8 == convolution.rows % 8 == 0  # copies are multiples of 16 bytes
+        and convolution.stride in ((1, 1), (2, 2))
+        and math.prod(kernel) <= MAX_TAPS
+        and (stride == 1 or (dilation == (1, 1) and (kernel == (1, 1) or min(kernel) > 1)))
+    )
+
+
+def tiling(
+    convolution: Convolution, size: tuple[int, int, int], tile: Tile, *, sparse: bool, residual: bool, processors: int
+) -> Tiling | None:
+    """Split a supported convolution on images of a size (images, height, width) into tiles; None if it does not fit.
+
+    >>> conv = Convolution(128, 128, (3, 3), padding=(1, 1))
+    >>> found = tiling(conv, (256, 28, 28), Tile(1, 256), sparse=True, residual=False, processors=132)
+    >>> found.tile_rows, found.pitch, found.pixels, found.pixel_tiles
+    (7, 29, 208, 1024)
+    """
+    split = _flat(size, tile) if convolution.pointwise else _rows(convolution, size, tile)
+    return None if split is None else _fit(convolution, split, tile, sparse, residual, processors)
+
+
+@dataclass(frozen=True)
+class _Split:
+    pixels: int
+    tile_rows: int
+    tile_images: int
+    tiles_per_image: int
+    pixel_tiles: int
+    pitch: int
+    box: tuple[int, int, int]
+    stored: tuple[int, int, int]
+    flat: bool = False
+
+
+def _flat(size: tuple[int, int, int], tile: Tile) -> _Split:
+    tiles = -(-math.prod(size) // tile.pixels)
+    part = tile.pixels // _parts(tile, flat=True)
+    return _Split(tile.pixels, 1, 1, tiles, tiles, 0, (tile.pixels, 1, 1), (part, 1, 1), flat=True)
+
+
+def _rows(convolution: Convolution, size: tuple[int, int, int], tile: Tile) -> _Split | None:
+    images, height, width = size
+    out_height, out_width = convolution.out_size(height, width)
+    stride, dilation = convolution.stride[0], convolution.dilation
+    if stride == 1:  # the margin behind a row is the one before the next
+        pitch = width + convolution.padding[1]
+        halo, image_rows = (convolution.kernel[0] - 1) * dilation[0], height + convolution.padding[0]
+    else:
+        pitch, halo = out_width + (convolution.kernel[1] - 1) // 2, (convolution.kernel[0] - 1) // 2
+        image_rows = out_height + halo
+
+    def needed(rows: int) -> int:  # pixels up to the last that counts
+        return _rounded((rows - 1) * pitch + out_width)
+
+    if min(out_height, out_width) < 1 or pitch < out_width or needed(1) > tile.pixels:
+        return None
+    rows = max(rows for rows in range(1, out_height + 1) if needed(rows) <= tile.pixels)
+    together = 1
+    if rows == out_height:
+        together += sum(1 for more in range(1, images) if needed(more * image_rows + out_height) <= tile.pixels)
+    tiles = -(-out_height // rows)
+    rows = -(-out_height // tiles)  # tiles of equal height
+    if together > 1:
+        box, stored = (pitch, image_rows, together), (pitch, image_rows, together)
+        last = (together - 1) * image_rows + out_height
+    else:
+        box, stored, last = (pitch, rows + halo, 1), (pitch, rows, 1), rows
+    if max(side * stride for side in box[:2]) > _MAX_BOX:
+        return None
+    return _Split(needed(last), rows, together, tiles, -(-images // together) * tiles, pitch, box, stored)
+
+
+def _fit(
+    convolution: Convolution, split: _Split, tile: Tile, sparse: bool, residual: bool, processors: int
+) -> Tiling | None:
+    order, stride, dilation = taps(convolution), convolution.stride[0], convolution.dilation
+    shifts = [row // stride * dilation[0] * split.pitch + column // stride * dilation[1] for row, column in order]
+    planes = [(row % stride, column % stride) for row, column in order]
+    begins = sum(1 << i for i, plane in enumerate(planes) if i == 0 or plane != planes[i - 1])
+    box_pixels, stored_pixels = math.prod(split.box), math.prod(split.stored)
+    in_place = _in_place(tile)
+    if in_place and split.pixels > box_pixels and max(shifts) > 0:
+        return None  # storing would write to the margin behind the box
+    slot = _rounded(max(box_pixels, split.pixels + max(shifts), stored_pixels)) * _PIXEL_BYTES
+    parts = _parts(tile, split.flat)
+    stages = 0 if in_place else tile.blocks * parts if residual else min(2, tile.blocks * parts)
+    stage_bytes = _rounded(max(split.pixels // parts, stored_pixels)) * _PIXEL_BYTES
+    steps = -(-convolution.channels // SIDE) * len(order)
+    row_tiles = -(-convolution.rows // tile.channels)
+    weight_bytes = tile.blocks * (4608 if sparse else 8192)
+    left = SHARED_BYTES - 2 * stages * stage_bytes - 1024  # for barriers
+    rings = 2 if tile.own else 1
+
+    def boxes(count: int) -> int:  # that the first steps of a tile read
+        return sum(begins >> step % len(order) & 1 for step in range(min(count, steps)))
+
+    slots_needed = 2
+    resident = tile.own and row_tiles <= processors and steps * (weight_bytes + 16) + 2 * slots_needed * slot <= left
+    if resident:
+        pixel_slots, weight_slots = min(6, (left - steps * (weight_bytes + 16)) // (2 * slot)), steps
+    else:
+        for pixel_slots, weight_slots in itertools.product(range(4, slots_needed - 1, -1), (6, 5, 4, 3)):
+            if rings * pixel_slots * slot + 2 * weight_slots * weight_bytes <= left:
+                break
+        else:
+            return None
+    staging = rings * pixel_slots * slot
+    weights = staging + 2 * stages * stage_bytes
+    weight_rings = 1 if resident else 2
+    barriers = weights + weight_rings * weight_slots * weight_bytes
+    count = 2 * (weight_rings * weight_slots + rings * pixel_slots) + 2
+    return Tiling(
+        tile=tile,
+        pixels=split.pixels,
+        parts=parts,
+        stages=max(stages, 1),
+        resident=resident,
+        flat=split.flat,
+        tile_rows=split.tile_rows,
+        tile_images=split.tile_images,
+        tiles_per_image=split.tiles_per_image,
+        pixel_tiles=split.pixel_tiles,
+        row_tiles=row_tiles,
+        pitch=split.pitch,
+        box=split.box,
+        stored=split.stored,
+        planes=begins.bit_count(),
+        begins=begins,
+        shifts=tuple(shifts),
+        box_pixels=box_pixels,
+        slot_bytes=slot,
+        stage_bytes=stage_bytes,
+        stored_bytes=stored_pixels * _PIXEL_BYTES,
+        pixel_slots=pixel_slots,
+        weight_slots=weight_slots,
+        staging=staging,
+        weights=weights,
+        barriers=barriers,
+        shared_bytes=barriers + 8 * count,
+        lag=min(steps, 4) if len(order) > 1 and boxes(4) <= pixel_slots else 1,
+    )
+
+
+def _in_place(tile: Tile) -> bool:
+    return tile.own and tile.blocks == 1
+
+
+def _parts(tile: Tile, flat: bool) -> int:
+    """Tiles of 1x1 convolutions are stored in parts, which need less shared memory."""
+    return max(1, tile.pixels // 64) if flat and tile.blocks == 1 and not tile.own else 1
+
+
+def _rounded(pixels: int) -> int:
+    return -(-pixels // 8) * 8

@@ -1,0 +1,1 @@
+"""Files with compiled networks. Reading one never runs code from it."""

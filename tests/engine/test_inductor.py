@@ -1,0 +1,118 @@
+"""Inductor on a CPU: it needs a C++ compiler there, and some seconds for each network."""
+
+import copy
+import os
+import shutil
+
+import pytest
+import torch
+from torch import nn
+
+import halve
+from halve.engine import inductor
+from halve.engine.compiled import INDUCTOR
+from halve.engine.inductor import Bodies, choose, compile_body
+from halve.engine.kernels.kernel import Kernel
+from halve.engine.timing_cache import TimingCache
+from halve.errors import EngineError
+
+needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
+pytestmark = pytest.mark.filterwarnings("ignore")
+MMA_SP = Kernel("mma_sp", "64x64")
+
+
+def network():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(4, 8, 3), nn.Hardtanh(), nn.Conv2d(8, 8, 3), nn.Hardtanh()).eval()
+
+
+@pytest.fixture(scope="module")
+def made():
+    model, x = network(), torch.randn(2, 4, 8, 8)
+    fast = halve.compile(model, halve.prune(model), x)
+    return fast, x
+
+
+@pytest.fixture
+def planned(made):
+    """A copy in which one layer is on a kernel of ours, which runs its reference on a CPU."""
+    fast, x = copy.deepcopy(made[0]), made[1]
+    fast.layers[1].use({1: MMA_SP})
+    return fast, x, {layer: layer.kernel_for(1) for layer in fast.layers}
+
+
+@needs_compiler
+def test_our_kernels_stay_operators_and_outputs_are_the_same(planned):
+    fast, x, kernels = planned
+    before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
+    with torch.no_grad():
+        run, seconds = compile_body(fast.body, kernels, (x,))
+        assert torch.allclose(run(x), fast.body(x), atol=1e-5)
+    assert seconds > 0
+    assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == before
+
+
+def test_the_fastest_form_is_chosen_and_remembered(planned, monkeypatch):
+    fast, x, kernels = planned
+    compiled = []
+
+    def compile_body(body, chosen, inputs):
+        compiled.append(set(chosen.values()))
+        return (lambda *inputs: body(*inputs)), 1.0
+
+    monkeypatch.setattr(inductor, "compile_body", compile_body)
+    monkeypatch.setattr(inductor, "measure", lambda calls, device: dict(zip(calls, (3.0, 1.0, 2.0), strict=True)))
+    cache = TimingCache(None)
+    first = choose(fast.body, (x,), kernels, cache, "key")
+    assert first.run is not None
+    assert first.kernels == kernels
+    assert first.seconds == 2.0
+    assert len(compiled) == 2  # as planned, and all dense
+    again = choose(fast.body, (x,), kernels, cache, "key")
+    assert again.kernels == kernels
+    assert len(compiled) == 3  # only the fastest
+
+
+def test_dense_layers_win_where_they_are_faster(planned, monkeypatch):
+    fast, x, kernels = planned
+    monkeypatch.setattr(inductor, "compile_body", lambda body, chosen, inputs: (body, 1.0))
+    monkeypatch.setattr(inductor, "measure", lambda calls, device: dict(zip(calls, (3.0, 2.0, 1.0), strict=True)))
+    choice = choose(fast.body, (x,), kernels, TimingCache(None), None)
+    assert {str(kernel) for kernel in choice.kernels.values()} == {"dense torch"}
+
+
+def test_a_network_that_inductor_cannot_compile_stays_eager(made, monkeypatch):
+    def fails(*args, **options):
+        raise RuntimeError("no compiler here")
+
+    monkeypatch.setattr(torch, "compile", fails)
+    fast, x = copy.deepcopy(made[0]), made[1]
+    fast.inductor = True
+    expected = fast(x)
+    fast.warmup(3)
+    assert "no compiler here" in fast.plan.uncompiled[INDUCTOR]
+    assert not fast.plan.inductor
+    assert torch.equal(fast(x), expected)
+
+
+def test_wrong_results_are_refused(planned, monkeypatch):
+    fast, x, kernels = planned
+    monkeypatch.setattr(torch, "compile", lambda module, **options: lambda x: module(x) + 1)
+    with pytest.raises(EngineError, match="differs from the eager one"):
+        compile_body(fast.body, kernels, (x,))
+
+
+def test_a_compiled_body_runs_at_its_shape_only(made):
+    fast, x = copy.deepcopy(made[0]), made[1]
+    fast._bodies[(tuple(x.shape),)] = lambda x: torch.zeros(2)
+    assert fast(x).shape == (2,)
+    assert fast(x[:1]).shape == (1, 8, 4, 4)
+    assert copy.deepcopy(fast)(x).shape == (2, 8, 4, 4)  # copies are not compiled yet
+    assert isinstance(copy.deepcopy(fast)._bodies, Bodies)
+
+
+def test_the_plan_says_what_inductor_compiled(made):
+    plan = copy.deepcopy(made[0].plan)
+    plan.batches, plan.inductor = {2: []}, {2: 12.3}
+    assert "the rest compiled by Inductor in 12 s" in str(plan)
+    assert type(plan).from_json(plan.as_json()).inductor == {2: 12.3}
