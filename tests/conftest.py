@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from halve.engine import compiled
 from halve.engine.kernels.cpu_sp import features
 from halve.engine.kernels.registry import no_sparse_kernels
 
@@ -13,13 +14,14 @@ _cpu_flags = features.cpu_flags
 
 
 def pytest_configure() -> None:
-    """Restore the SIGINT handler, and hide the CPU kernels.
+    """Restore the SIGINT handler, hide the CPU kernels, and use Inductor on CPUs only where a test asks for it.
 
     Shells ignore the signal in background jobs, and subprocesses inherit that. Without CPU kernels, tests do the same
-    on all CPUs; tests marked `cpu_kernels` see them.
+    on all CPUs; tests marked `cpu_kernels` see them. Inductor takes seconds for each network.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     features.cpu_flags = frozenset  # type: ignore[assignment]
+    compiled.by_default = lambda device: device.type == "cuda"
 
 
 @pytest.fixture

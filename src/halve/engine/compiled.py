@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from halve.batches import Images, Progress
 from halve.cuda_graphs import autotuned_cudnn
 from halve.engine.capture.guards import Guards
-from halve.engine.inductor import MAX_SECONDS, Bodies, Choice, by_default, choose, compile_body
+from halve.engine.inductor import MAX_SECONDS, Bodies, Choice, by_default, choose, compile_body, unavailable
 from halve.engine.kernels.kernel import Kernel
 from halve.engine.kernels.registry import FALLBACK, family_of, no_sparse_kernels
 from halve.engine.layer import Layer
@@ -114,7 +114,9 @@ class Compiled(nn.Module):
             return [self.cast_input(image.clone()) for image in x]  # the network's own code may write to them
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
-        return x.to(self.dtype, memory_format=_NHWC) if x.dim() == 4 and self._has_layers else x.to(self.dtype)
+        if x.dim() != 4 or not self._has_layers or x.is_cpu:  # kernels on CPUs read pixels of a channel in a row
+            return x.to(self.dtype)
+        return x.to(self.dtype, memory_format=_NHWC)
 
     def _cast_output(self, y: Tensor) -> Tensor:
         return y.to(self.output_dtype) if y.dtype == self.dtype else y
@@ -200,6 +202,10 @@ class Compiled(nn.Module):
     def _consider_inductor(self, size: int, inputs: tuple[Tensor, ...], only: bool = False) -> None:
         """Let Inductor compile what lies between the layers, if that is faster, or if the plan says so (`only`)."""
         if not self.inductor or not isinstance(self.body, GraphModule):
+            return
+        if (reason := unavailable(self.device)) is not None:
+            self.plan.uncompiled[INDUCTOR] = f"not used: {reason}"
+            self.plan.inductor.pop(size, None)
             return
         if (spent := sum(self.plan.inductor.values())) > MAX_SECONDS and not only:
             self.plan.uncompiled[INDUCTOR] = f"not tried at batch size {size}, after compiling for {spent:.0f} s"

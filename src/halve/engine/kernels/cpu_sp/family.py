@@ -16,7 +16,9 @@ from halve.engine.kernels.cpu_sp.packing import Packed, pack, pack_dense, packed
 from halve.engine.kernels.cpu_sp.pool import max_pool
 from halve.engine.kernels.cpu_sp.program import ARITHMETIC, program_for
 from halve.engine.kernels.cpu_sp.version import version
+from halve.engine.kernels.cpu_sp.worker import LANES
 from halve.engine.kernels.kernel import KernelFamily, Layout, Piece
+from halve.engine.kernels.planes import is_planes
 from halve.engine.operations import Convolution, Linear, Operation, PooledConvolution, Tensors
 
 MAX_VALUES = 8 << 20  # of a layer: 10 bytes of code each, or 5 in bfloat16
@@ -59,6 +61,11 @@ class _Cpu(KernelFamily):
         weight = weight.flatten(1) if isinstance(operation, Linear) else weight
         return {"weight": weight, "bias": packed["bias"]} if "bias" in packed else {"weight": weight}
 
+    def laid_out(self, inputs: Sequence[Tensor], operation: Operation) -> list[Tensor]:
+        if isinstance(operation, PooledConvolution) and is_planes(inputs[0][:1], 1):
+            return list(inputs)  # it reads one image at a time
+        return super().laid_out(inputs, operation)
+
     def run(self, inputs: Sequence[Tensor], packed: Tensors, operation: Operation, variant: str) -> Tensor:
         assert isinstance(operation, Convolution | Linear | PooledConvolution)
         x, residual = inputs[0], inputs[1] if len(inputs) > 1 else None
@@ -68,10 +75,21 @@ class _Cpu(KernelFamily):
             y = operation.reference(inputs, self.unpack(operation, packed))
             return self.writes.of(y, operation.channel_dim)
         if isinstance(operation, PooledConvolution):
-            return max_pool(self.run(inputs, packed, operation.convolution, variant), operation.pool)
+            return self._run_pooled(x, packed, operation, variant)
         return program_for(operation, Packed(packed["values"], packed.get("codes")), packed.get("bias")).run(
             x, residual
         )
+
+
+    def _run_pooled(self, x: Tensor, packed: Tensors, operation: PooledConvolution, variant: str) -> Tensor:
+        """Image by image if possible: what the convolution writes stays in the cache."""
+        out = self.fake([x], packed, operation)
+        if out[0, 0].numel() % LANES and len(x) > 1:  # images would share vectors
+            y = self.run(self.laid_out([x], operation.convolution), packed, operation.convolution, variant)
+            return max_pool(y, operation.pool)
+        for image, pooled in zip(x.split(1), out.split(1), strict=True):
+            max_pool(self.run([image], packed, operation.convolution, variant), operation.pool, pooled)
+        return out
 
 
 class CpuSparse(_Cpu):

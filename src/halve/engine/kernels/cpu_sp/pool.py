@@ -66,12 +66,20 @@ class CpuPool(KernelFamily):
         return max_pool(x, operation)
 
 
-def max_pool(x: Tensor, operation: MaxPool) -> Tensor:
-    """Pool an image that is stored as planes, on a CPU that has the instructions."""
+def max_pool(x: Tensor, operation: MaxPool, out: Tensor | None = None) -> Tensor:
+    """Pool images that are stored as planes, on a CPU that has the instructions.
+
+    Args:
+        x: the images.
+        operation: of the pooling.
+        out: where to write, also as planes: whole vectors, so that numbers behind each channel change as well. Default:
+            a new tensor.
+    """
     images, channels, height, width = x.shape
     window = geometry(operation, images, height, width)
     source = x if window.direct else copied_planes(x, window)
-    out = empty_planes((images, channels, *window.out), 1, x.dtype, x.device)
+    if out is None:
+        out = empty_planes((images, channels, *window.out), 1, x.dtype, x.device)
     pitches = (source.stride(1), out.stride(1))
     _launch(operation, tuple(x.shape), x.element_size(), pitches, torch.get_num_threads())(
         source.data_ptr(), out.data_ptr(), 0
