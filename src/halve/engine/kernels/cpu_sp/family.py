@@ -83,10 +83,11 @@ class _Cpu(KernelFamily):
 
     def _run_pooled(self, x: Tensor, packed: Tensors, operation: PooledConvolution, variant: str) -> Tensor:
         """Image by image if possible: what the convolution writes stays in the cache."""
-        out = self.fake([x], packed, operation)
-        if out[0, 0].numel() % LANES and len(x) > 1:  # images would share vectors
+        shape = operation.out_shape(x.shape)
+        if shape[2] * shape[3] % LANES and len(x) > 1:  # images would share vectors
             y = self.run(self.laid_out([x], operation.convolution), packed, operation.convolution, variant)
             return max_pool(y, operation.pool)
+        out = memory.new_planes(shape, 1, x.dtype)
         for image, pooled in zip(x.split(1), out.split(1), strict=True):
             max_pool(self.run([image], packed, operation.convolution, variant), operation.pool, pooled)
         return out

@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from halve.engine.kernels.cpu_sp.memory import new_planes
 from halve.engine.kernels.cpu_sp.split import split_rows
 from halve.engine.kernels.cpu_sp.worker import LANES
-from halve.engine.kernels.planes import empty_planes, is_planes
+from halve.engine.kernels.planes import is_planes
 from halve.engine.operations import Convolution, MaxPool
 
 
@@ -112,7 +113,7 @@ def _copy(
 def copied_planes(x: Tensor, shape: Geometry) -> Tensor:
     """The planes of an input: (N, planes * channels, H, W) in the output's size."""
     images, channels, height, width = x.shape
-    planes = empty_planes((images, len(shape.planes) * channels, *shape.out), 1, x.dtype, x.device)
+    planes = new_planes((images, len(shape.planes) * channels, *shape.out), 1, x.dtype)
     if shape.halves is not None and is_planes(x, 1):
         size, out_step = x.element_size(), x.element_size() * shape.out[1]
         rows = _rows(shape.halves, images, channels, height, width, shape.out, x.stride(1), planes.stride(1), size)

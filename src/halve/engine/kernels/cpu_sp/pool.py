@@ -26,12 +26,11 @@ from halve.engine.kernels.cpu_sp.assembler import (
     Memory,
 )
 from halve.engine.kernels.cpu_sp.geometry import copied_planes, geometry
-from halve.engine.kernels.cpu_sp.memory import Executable
+from halve.engine.kernels.cpu_sp.memory import Executable, new_planes
 from halve.engine.kernels.cpu_sp.program import ARITHMETIC
 from halve.engine.kernels.cpu_sp.version import version
 from halve.engine.kernels.cpu_sp.worker import LANES, Launch
 from halve.engine.kernels.kernel import KernelFamily, Layout, Piece
-from halve.engine.kernels.planes import empty_planes
 from halve.engine.operations import MaxPool, Operation, Tensors
 
 _MAX_TAPS = 64
@@ -79,7 +78,7 @@ def max_pool(x: Tensor, operation: MaxPool, out: Tensor | None = None) -> Tensor
     window = geometry(operation, images, height, width)
     source = x if window.direct else copied_planes(x, window)
     if out is None:
-        out = empty_planes((images, channels, *window.out), 1, x.dtype, x.device)
+        out = new_planes((images, channels, *window.out), 1, x.dtype)
     pitches = (source.stride(1), out.stride(1))
     _launch(operation, tuple(x.shape), x.element_size(), pitches, torch.get_num_threads())(
         source.data_ptr(), out.data_ptr(), 0

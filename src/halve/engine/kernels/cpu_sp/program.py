@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from halve.engine.kernels.cpu_sp.arithmetic import Arithmetic, BFloat16, Float32
 from halve.engine.kernels.cpu_sp.emit import LINE, LINES_AHEAD, Shape, emit_block
 from halve.engine.kernels.cpu_sp.geometry import Geometry, copied_planes, geometry
-from halve.engine.kernels.cpu_sp.memory import Block, Executable
+from halve.engine.kernels.cpu_sp.memory import Block, Executable, empty
 from halve.engine.kernels.cpu_sp.packing import Packed, packed_shapes, places_of
 from halve.engine.kernels.cpu_sp.worker import LANES, Launch, spans
 from halve.engine.kernels.planes import empty_planes, is_planes
@@ -122,7 +122,7 @@ class Program:
             if len(self._prepared) >= _MAX_SHAPES:
                 self._prepared.clear()
             prepared = self._prepared[key] = self.prepare(x, residual)
-        storage = torch.empty(prepared.numbers, dtype=self._dtype)
+        storage = empty(prepared.numbers, self._dtype)
         source = x if prepared.copies is None else copied_planes(x, prepared.copies)
         prepared.launch(source.data_ptr(), storage.data_ptr(), 0 if residual is None else residual.data_ptr())
         y = storage.as_strided(prepared.shape, prepared.strides)
