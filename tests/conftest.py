@@ -38,7 +38,6 @@ def few_letters(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture(autouse=True)
 def cpu_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """Show the CPU kernels to tests that are marked so."""
-    monkeypatch.setenv(features.SWITCH, "1")
     if request.node.get_closest_marker("cpu_kernels") is not None:
         monkeypatch.setattr(features, "cpu_flags", _cpu_flags)
         if (reason := no_sparse_kernels(torch.device("cpu"), torch.float32)) is not None:

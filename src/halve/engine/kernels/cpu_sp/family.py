@@ -14,7 +14,7 @@ from torch import Tensor
 from halve.engine.kernels.cpu_sp import features, memory
 from halve.engine.kernels.cpu_sp.packing import Packed, pack, pack_dense, packed_shapes, unpack
 from halve.engine.kernels.cpu_sp.pool import max_pool
-from halve.engine.kernels.cpu_sp.program import ARITHMETIC, program_for
+from halve.engine.kernels.cpu_sp.program import ARITHMETIC, known_program, program_for
 from halve.engine.kernels.cpu_sp.version import version
 from halve.engine.kernels.cpu_sp.worker import LANES
 from halve.engine.kernels.kernel import KernelFamily, Layout, Piece
@@ -67,19 +67,25 @@ class _Cpu(KernelFamily):
         return super().laid_out(inputs, operation)
 
     def run(self, inputs: Sequence[Tensor], packed: Tensors, operation: Operation, variant: str) -> Tensor:
-        assert isinstance(operation, Convolution | Linear | PooledConvolution)
         x, residual = inputs[0], inputs[1] if len(inputs) > 1 else None
+        if isinstance(operation, PooledConvolution) and x.numel() and self.runs(x):
+            return self._run_pooled(x, packed, operation, variant)
+        weights, bias = Packed(packed["values"], packed.get("codes")), packed.get("bias")
+        if x.is_cpu and x.numel():
+            known = known_program(operation, weights, bias)  # type: ignore[arg-type]
+            if known is not None:
+                return known.run(x, residual)
         if not x.numel():
             return self.fake(inputs, packed, operation)
-        if not x.is_cpu or self.unavailable(x.device, x.dtype) is not None:
+        if not self.runs(x):
             y = operation.reference(inputs, self.unpack(operation, packed))
             return self.writes.of(y, operation.channel_dim)
-        if isinstance(operation, PooledConvolution):
-            return self._run_pooled(x, packed, operation, variant)
-        return program_for(operation, Packed(packed["values"], packed.get("codes")), packed.get("bias")).run(
-            x, residual
-        )
+        assert isinstance(operation, Convolution | Linear)
+        return program_for(operation, weights, bias).run(x, residual)
 
+    def runs(self, x: Tensor) -> bool:
+        """Whether the machine code runs on an input."""
+        return x.is_cpu and self.unavailable(x.device, x.dtype) is None
 
     def _run_pooled(self, x: Tensor, packed: Tensors, operation: PooledConvolution, variant: str) -> Tensor:
         """Image by image if possible: what the convolution writes stays in the cache."""
