@@ -81,7 +81,7 @@ def bench(
         - "compile": the same with torch.compile in mode "reduce-overhead".
         - "compile_freezing": the same with torch.compile, freezing (folds BatchNorm) and CUDA graphs.
         - "best_dense": halve's fused graph with the fastest dense kernel for each layer (PyTorch, cuDNN, cuBLAS).
-        - "onnxruntime", "openvino": the same model, exported to ONNX, on a CPU. They need these packages and onnxscript.
+        - "onnxruntime", "openvino": the model exported to ONNX, on a CPU. Needs the package, onnx and onnxscript.
         - "torch_semi_structured": best_dense with PyTorch's own 2:4 for Linear layers and 1x1 convolutions.
         - "halve_dense": best_dense with halve's kernels on dense weights where they can run a layer.
         - "halve": the model from `halve.compile`.

@@ -119,10 +119,10 @@ def test_every_family_packs_losslessly():
     for family in registry.FAMILIES.values():
         tried = 0
         for operation in operations:
-            if not family.variants(Piece(operation, torch.float16, is_2_4=True), torch.device("cuda")):
+            if not family.variants(Piece(operation, torch.bfloat16, is_2_4=True), torch.device("cuda")):
                 continue
             tried += 1
-            weight = random(*operation.weight_shape, seed=1).half()
+            weight = random(*operation.weight_shape, seed=1).bfloat16()
             weight[:, [place for place in (0, 2, 5, 7, 8, 9, 12, 13) if place < weight.shape[1]]] = 0
             tensors = {"weight": weight, "bias": random(operation.rows, seed=2)}
             back = family.unpack(operation, family.pack(operation, tensors))
@@ -130,7 +130,7 @@ def test_every_family_packs_losslessly():
             for name, tensor in tensors.items():
                 assert torch.equal(back[name], tensor), (family.name, name)
                 assert back[name].dtype == tensor.dtype
-        assert tried or family.name == "pool"
+        assert tried or family.name in ("pool", "cpu_pool")
 
 
 def test_kernels_depend_on_device_and_dtype():

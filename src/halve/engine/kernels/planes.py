@@ -77,6 +77,11 @@ def _are_planes(shape: tuple[int, ...], strides: tuple[int, ...], channel_dim: i
     return shape[channel_dim] <= 1 or strides[channel_dim] >= pixels
 
 
+def has_rows(x: Tensor) -> bool:
+    """Whether the pixels of each channel of an image lie in a row, wherever channels and images are."""
+    return x.dim() == 4 and x.stride()[2:] == (x.shape[3], 1)
+
+
 def to_planes(x: Tensor, channel_dim: int) -> Tensor:
     """The tensor stored as planes: itself, or a copy."""
     return x if is_planes(x, channel_dim) else empty_planes(x.shape, channel_dim, x.dtype, x.device).copy_(x)

@@ -16,9 +16,8 @@ from halve.engine.kernels.cpu_sp.packing import Packed, pack, pack_dense, packed
 from halve.engine.kernels.cpu_sp.pool import max_pool
 from halve.engine.kernels.cpu_sp.program import ARITHMETIC, known_program, program_for
 from halve.engine.kernels.cpu_sp.version import version
-from halve.engine.kernels.cpu_sp.worker import LANES
 from halve.engine.kernels.kernel import KernelFamily, Layout, Piece
-from halve.engine.kernels.planes import is_planes
+from halve.engine.kernels.planes import has_rows
 from halve.engine.operations import Convolution, Linear, Operation, PooledConvolution, Tensors
 
 MAX_VALUES = 8 << 20  # of a layer: 10 bytes of code each, or 5 in bfloat16
@@ -62,14 +61,15 @@ class _Cpu(KernelFamily):
         return {"weight": weight, "bias": packed["bias"]} if "bias" in packed else {"weight": weight}
 
     def laid_out(self, inputs: Sequence[Tensor], operation: Operation) -> list[Tensor]:
-        if isinstance(operation, PooledConvolution) and is_planes(inputs[0][:1], 1):
-            return list(inputs)  # it reads one image at a time
+        x, *residual = inputs
+        if _convolution(operation).stride != (1, 1) and has_rows(x):  # it is split into planes anyway
+            return [x, *super().laid_out(residual, operation)]
         return super().laid_out(inputs, operation)
 
     def run(self, inputs: Sequence[Tensor], packed: Tensors, operation: Operation, variant: str) -> Tensor:
         x, residual = inputs[0], inputs[1] if len(inputs) > 1 else None
         if isinstance(operation, PooledConvolution) and x.numel() and self.runs(x):
-            return self._run_pooled(x, packed, operation, variant)
+            return max_pool(self.run(inputs, packed, operation.convolution, variant), operation.pool)
         weights, bias = Packed(packed["values"], packed.get("codes")), packed.get("bias")
         if x.is_cpu and x.numel():
             known = known_program(operation, weights, bias)  # type: ignore[arg-type]
@@ -86,17 +86,6 @@ class _Cpu(KernelFamily):
     def runs(self, x: Tensor) -> bool:
         """Whether the machine code runs on an input."""
         return x.is_cpu and self.unavailable(x.device, x.dtype) is None
-
-    def _run_pooled(self, x: Tensor, packed: Tensors, operation: PooledConvolution, variant: str) -> Tensor:
-        """Image by image if possible: what the convolution writes stays in the cache."""
-        shape = operation.out_shape(x.shape)
-        if shape[2] * shape[3] % LANES and len(x) > 1:  # images would share vectors
-            y = self.run(self.laid_out([x], operation.convolution), packed, operation.convolution, variant)
-            return max_pool(y, operation.pool)
-        out = memory.new_planes(shape, 1, x.dtype)
-        for image, pooled in zip(x.split(1), out.split(1), strict=True):
-            max_pool(self.run([image], packed, operation.convolution, variant), operation.pool, pooled)
-        return out
 
 
 class CpuSparse(_Cpu):

@@ -65,20 +65,12 @@ class CpuPool(KernelFamily):
         return max_pool(x, operation)
 
 
-def max_pool(x: Tensor, operation: MaxPool, out: Tensor | None = None) -> Tensor:
-    """Pool images that are stored as planes, on a CPU that has the instructions.
-
-    Args:
-        x: the images.
-        operation: of the pooling.
-        out: where to write, also as planes: whole vectors, so that numbers behind each channel change as well. Default:
-            a new tensor.
-    """
+def max_pool(x: Tensor, operation: MaxPool) -> Tensor:
+    """Pool images that are stored as planes, on a CPU that has the instructions."""
     images, channels, height, width = x.shape
     window = geometry(operation, images, height, width)
     source = x if window.direct else copied_planes(x, window)
-    if out is None:
-        out = new_planes((images, channels, *window.out), 1, x.dtype)
+    out = new_planes((images, channels, *window.out), 1, x.dtype)
     pitches = (source.stride(1), out.stride(1))
     _launch(operation, tuple(x.shape), x.element_size(), pitches, torch.get_num_threads())(
         source.data_ptr(), out.data_ptr(), 0

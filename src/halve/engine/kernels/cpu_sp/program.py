@@ -266,7 +266,8 @@ def _checked_shape(operation: Convolution | Linear, x: Tensor, residual: Tensor 
             f"the residual must have the shape of the result, {tuple(expected)}, got {tuple(residual.shape)}"
         )
     for name, tensor in (("input", x), ("residual", residual)):
-        if tensor is not None and not (tensor.is_cpu and is_planes(tensor, channel_dim)):
+        copied = name == "input" and convolution.stride != (1, 1)
+        if tensor is not None and not (tensor.is_cpu and (copied or is_planes(tensor, channel_dim))):
             raise EngineError(
                 f"the {name} must be stored as planes on the CPU, got strides {tensor.stride()} on {tensor.device}"
             )
