@@ -6,13 +6,22 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from halve.engine import compiled
 from halve.engine.kernels.cpu_sp import features
 from halve.engine.kernels.registry import no_sparse_kernels
 
+_cpu_flags = features.cpu_flags
+
 
 def pytest_configure() -> None:
-    """Restore the SIGINT handler: shells ignore the signal in background jobs, and subprocesses inherit that."""
+    """Restore the SIGINT handler, hide the CPU kernels, and use Inductor on CPUs only where a test asks for it.
+
+    Shells ignore the signal in background jobs, and subprocesses inherit that. Without CPU kernels, tests do the same
+    on all CPUs; tests marked `cpu_kernels` see them. Inductor takes seconds for each network.
+    """
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    features.cpu_flags = frozenset  # type: ignore[assignment]
+    compiled.by_default = lambda device: device.type == "cuda"
 
 
 @pytest.fixture
@@ -28,9 +37,8 @@ def few_letters(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture(autouse=True)
 def cpu_kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hide the CPU kernels, so that tests do the same on all CPUs, except from tests marked `cpu_kernels`."""
-    monkeypatch.setenv(features.SWITCH, "1")
-    if request.node.get_closest_marker("cpu_kernels") is None:
-        monkeypatch.setattr(features, "cpu_flags", frozenset)
-    elif (reason := no_sparse_kernels(torch.device("cpu"), torch.float32)) is not None:
-        pytest.skip(reason)
+    """Show the CPU kernels to tests that are marked so."""
+    if request.node.get_closest_marker("cpu_kernels") is not None:
+        monkeypatch.setattr(features, "cpu_flags", _cpu_flags)
+        if (reason := no_sparse_kernels(torch.device("cpu"), torch.float32)) is not None:
+            pytest.skip(reason)

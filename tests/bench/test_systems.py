@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 import torch
 from torch import nn
@@ -21,7 +23,7 @@ def test_a_case_knows_its_batch_and_its_device(case):
     assert (case.batch, case.on_gpu) == (2, False)
 
 
-@pytest.mark.parametrize("name", ["eager", "halve"])
+@pytest.mark.parametrize("name", ["eager", "channels_last", "halve"])
 def test_a_system_that_is_ready_gives_what_the_masked_model_gives(case, name):
     ready = SYSTEMS[name](case)
     with torch.no_grad():
@@ -38,6 +40,22 @@ def test_what_halve_does_without_a_gpu_is_noted(case):
 @pytest.mark.parametrize("name", ["best_dense", "torch_semi_structured", "halve_dense"])
 def test_systems_that_are_made_of_timed_kernels_need_a_gpu(case, name):
     with pytest.raises(EngineError, match="needs a CUDA GPU"):
+        SYSTEMS[name](case)
+
+
+@pytest.mark.parametrize("name", ["onnxruntime", "openvino"])
+def test_exported_models_give_what_the_masked_model_gives(case, name):
+    pytest.importorskip(name)
+    pytest.importorskip("onnxscript")
+    [found] = SYSTEMS[name](case).call()
+    with torch.no_grad():
+        torch.testing.assert_close(found, case.masked(*case.inputs), rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["onnxruntime", "openvino"])
+def test_packages_that_are_missing_are_named(case, name, monkeypatch):
+    monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(EngineError, match=f"is not installed: pip install {name} onnx onnxscript"):
         SYSTEMS[name](case)
 
 

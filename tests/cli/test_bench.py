@@ -45,7 +45,7 @@ def test_a_system_that_is_not_there_is_answered_with_those_that_are(halve, net):
     result = halve("bench", *net, *QUICK, "--systems", "tensorrt", code=2)
     assert result.out == ""
     assert (
-        "error: unknown system 'tensorrt': systems must be among eager, compile, compile_freezing, best_dense"
+        "error: unknown system 'tensorrt': systems must be among eager, channels_last, compile, compile_freezing"
         in result.err
     )
 

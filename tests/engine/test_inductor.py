@@ -116,3 +116,17 @@ def test_the_plan_says_what_inductor_compiled(made):
     plan.batches, plan.inductor = {2: []}, {2: 12.3}
     assert "the rest compiled by Inductor in 12 s" in str(plan)
     assert type(plan).from_json(plan.as_json()).inductor == {2: 12.3}
+
+
+def test_it_is_tried_on_cpus_with_a_compiler(made, monkeypatch):
+    assert inductor.by_default(torch.device("cpu"))
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}" if name == "clang++" else None)
+    assert inductor.unavailable(torch.device("cpu")) is None
+
+
+def test_without_a_compiler_the_plan_says_so(monkeypatch):
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    model, x = network(), torch.randn(2, 4, 8, 8)
+    fast = halve.compile(model, halve.prune(model), x, inductor=True)
+    assert fast.plan.uncompiled[INDUCTOR].startswith("not used: Inductor needs a C++ compiler on CPUs")
+    assert not fast.plan.inductor

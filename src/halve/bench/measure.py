@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from halve.batches import Progress, check_readable, tracked
 from halve.bench.energy import energy_meter
 from halve.bench.rounds import burst_timer, energy_mj, interleaved
-from halve.bench.systems import SYSTEMS, Case, Prepared, weight_bytes
+from halve.bench.systems import SYSTEMS, Case, Prepared, systems_for, weight_bytes
 from halve.cuda_graphs import autotuned_cudnn
 from halve.engine.capture.purity import preserved_buffers
 from halve.engine.compile import compile
@@ -64,7 +64,7 @@ def bench(
     *,
     batch_sizes: Sequence[int] = (1, 32, 256),
     dtype: torch.dtype = torch.float16,
-    systems: Iterable[str] = tuple(SYSTEMS),
+    systems: Iterable[str] | None = None,
     seconds: float = 0.5,
     on_changed: OnChanged = "warn",
     progress: Progress = True,
@@ -76,16 +76,17 @@ def bench(
     `error` instead of times. The model is not changed. Resets torch.compile's caches if its systems are measured.
 
     Systems:
-        - "eager": the model from `halve.apply`, channels last.
+        - "eager": the model from `halve.apply`; channels last on a GPU, contiguous on a CPU.
+        - "channels_last": the same, channels last on a CPU.
         - "compile": the same with torch.compile in mode "reduce-overhead".
         - "compile_freezing": the same with torch.compile, freezing (folds BatchNorm) and CUDA graphs.
         - "best_dense": halve's fused graph with the fastest dense kernel for each layer (PyTorch, cuDNN, cuBLAS).
+        - "onnxruntime", "openvino": the model exported to ONNX, on a CPU. Needs the package, onnx and onnxscript.
         - "torch_semi_structured": best_dense with PyTorch's own 2:4 for Linear layers and 1x1 convolutions.
         - "halve_dense": best_dense with halve's kernels on dense weights where they can run a layer.
         - "halve": the model from `halve.compile`.
 
-    The last four run as CUDA graphs. best_dense, torch_semi_structured and halve_dense need a GPU; on a CPU, halve runs
-    dense.
+    On a GPU, systems other than eager run as CUDA graphs. best_dense, torch_semi_structured and halve_dense need one.
 
     Args:
         model: the dense model.
@@ -93,7 +94,7 @@ def bench(
         example: images, or a tuple of inputs, repeated or cut to each batch size. Sets the device.
         batch_sizes: batch sizes to measure.
         dtype: what is computed in.
-        systems: names from the list above. Default: all.
+        systems: names from the list above. Default: all that run on the device.
         seconds: time spent on each system at each batch size, not counting compilation.
         on_changed: what to do if the weights are not those the masks were made for: "warn", "error" or "ignore".
         progress: show progress in terminals and notebooks, or a function such as `tqdm.tqdm` that wraps loops.
@@ -116,33 +117,37 @@ def bench(
     [('eager', True, None), ('halve', True, None), ('best_dense', False, 'needs a CUDA GPU')]
     """
     model = unwrapped(model)
-    names, sizes = list(dict.fromkeys(systems)), list(dict.fromkeys(batch_sizes))
     inputs = example if isinstance(example, tuple) else (example,)
+    names = None if systems is None else list(dict.fromkeys(systems))
+    sizes = list(dict.fromkeys(batch_sizes))
     _check_options(names, sizes, seconds, inputs)
     device = inputs[0].device
+    names = [*systems_for(device)] if names is None else names
     masked = apply(model, masks, on_changed=on_changed).eval().requires_grad_(False)
     convert_(masked, dtype, device)
+    memory_format = torch.contiguous_format
     fast: list[Compiled] = []
 
     def compiled() -> Compiled:
         if not fast:
-            first = _batch_of(inputs, sizes[0], dtype, _NHWC)
+            first = _batch_of(inputs, sizes[0], dtype, memory_format)
             fast.append(compile(model, masks, first, dtype=dtype, on_changed="ignore", progress=False))
         return fast[0]
 
     found = []
     with torch.no_grad(), autotuned_cudnn(), _on(device):
-        memory_format = _to_channels_last_(masked, inputs, dtype)
+        if device.type == "cuda":
+            memory_format = _to_channels_last_(masked, inputs, dtype)
         for size in sizes:
             case = Case(masked, _batch_of(inputs, size, dtype, memory_format), compiled)
             found += _measure_batch(case, names, seconds, progress)
     return found
 
 
-def _check_options(systems: list[str], batch_sizes: list[int], seconds: float, inputs: tuple[Any, ...]) -> None:
-    if not systems:
+def _check_options(systems: list[str] | None, batch_sizes: list[int], seconds: float, inputs: tuple[Any, ...]) -> None:
+    if systems is not None and not systems:
         raise OptionError(f"systems must name at least one of {', '.join(SYSTEMS)}, got none")
-    for name in systems:
+    for name in systems or ():
         if name not in SYSTEMS:
             raise OptionError(f"unknown system {name!r}: systems must be among {', '.join(SYSTEMS)}")
     if not batch_sizes:

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from halve.bench.onnx_runtimes import Run, onnxruntime_call, openvino_call
 from halve.bench.semi_structured import replace_layers_
 from halve.engine.compiled import CUDA_GRAPH, Compiled
 from halve.engine.kernels.kernel import Kernel
@@ -53,13 +54,43 @@ def _eager(case: Case) -> Prepared:
     return Prepared(call, call, case.masked)
 
 
+def _channels_last(case: Case) -> Prepared:
+    _check_on_cpu(case, "eager is channels last on a GPU")
+    model = copy.deepcopy(case.masked).to(memory_format=torch.channels_last)
+    inputs = [x.contiguous(memory_format=torch.channels_last) if x.dim() == 4 else x for x in case.inputs]
+
+    def call() -> Any:
+        return model(*inputs)
+
+    return Prepared(call, call, model)
+
+
+def _onnxruntime(case: Case) -> Prepared:
+    return _exported(case, onnxruntime_call)
+
+
+def _openvino(case: Case) -> Prepared:
+    return _exported(case, openvino_call)
+
+
+def _exported(case: Case, prepare: Callable[..., Run]) -> Prepared:
+    _check_on_cpu(case, "measured on CPUs only")
+    call = prepare(case.masked, case.inputs)
+    return Prepared(call, call, case.masked)
+
+
+def _check_on_cpu(case: Case, why_not: str) -> None:
+    if case.on_gpu:
+        raise EngineError(why_not)
+
+
 def _compile(case: Case) -> Prepared:
     return _torch_compile(case, mode="reduce-overhead")
 
 
 def _compile_freezing(case: Case) -> Prepared:
     # Set freezing twice: tracing reads the global config, and the option makes Dynamo compile again.
-    options = {"freezing": True, "triton.cudagraphs": True}
+    options = {"freezing": True, "triton.cudagraphs": case.on_gpu}
     with torch._inductor.config.patch(freezing=True):
         return _torch_compile(case, options=options)
 
@@ -69,7 +100,8 @@ def _torch_compile(case: Case, **options: Any) -> Prepared:
     fast = torch.compile(model, dynamic=False, **options)
 
     def call() -> Any:
-        torch.compiler.cudagraph_mark_step_begin()  # outputs of earlier calls may be overwritten
+        if case.on_gpu:
+            torch.compiler.cudagraph_mark_step_begin()  # outputs of earlier calls may be overwritten
         return fast(*case.inputs)
 
     def warm_up() -> None:
@@ -130,8 +162,6 @@ def _halve(case: Case) -> Prepared:
     def call() -> Any:
         return fast(*case.inputs)
 
-    if not case.on_gpu:
-        return Prepared(call, call, fast, "; ".join(notes) or None)
     fast.warmup([case.batch])
     notes += [f"{name} {why}" for name, why in fast.plan.uncompiled.items() if name == CUDA_GRAPH]
     plan = tuple(fast.plan.batches.get(case.batch, ()))
@@ -140,13 +170,27 @@ def _halve(case: Case) -> Prepared:
 
 SYSTEMS: dict[str, Callable[[Case], Prepared]] = {
     "eager": _eager,
+    "channels_last": _channels_last,
     "compile": _compile,
     "compile_freezing": _compile_freezing,
     "best_dense": _best_dense,
     "torch_semi_structured": _torch_semi_structured,
+    "onnxruntime": _onnxruntime,
+    "openvino": _openvino,
     "halve_dense": _halve_dense,
     "halve": _halve,
 }
+_ON_CPU = ("eager", "channels_last", "compile_freezing", "onnxruntime", "openvino", "halve")
+_ON_GPU = ("eager", "compile", "compile_freezing", "best_dense", "torch_semi_structured", "halve_dense", "halve")
+
+
+def systems_for(device: torch.device) -> tuple[str, ...]:
+    """The systems that can be compared on a device.
+
+    >>> systems_for(torch.device("cpu"))
+    ('eager', 'channels_last', 'compile_freezing', 'onnxruntime', 'openvino', 'halve')
+    """
+    return _ON_GPU if device.type == "cuda" else _ON_CPU
 
 
 def weight_bytes(module: nn.Module) -> int:

@@ -62,7 +62,8 @@ def compile(
         plan_from: a compiled network with the same layers, whose plan is reused instead of timing kernels again. For
             updated checkpoints under the same masks.
         inductor: let Inductor, PyTorch's compiler, compile the operations between the layers where that is faster.
-            Planning takes longer, by up to minutes for each batch size. Default: on a GPU.
+            Planning takes longer, by up to minutes for each batch size. Default: on GPUs, and on CPUs if there is a
+            C++ compiler.
         progress: show progress in terminals and notebooks, or a function such as `tqdm.tqdm` that wraps loops.
 
     Returns:

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from halve.batches import Images, Progress
 from halve.cuda_graphs import autotuned_cudnn
 from halve.engine.capture.guards import Guards
-from halve.engine.inductor import MAX_SECONDS, Bodies, Choice, by_default, choose, compile_body
+from halve.engine.inductor import MAX_SECONDS, Bodies, Choice, by_default, choose, compile_body, unavailable
 from halve.engine.kernels.kernel import Kernel
 from halve.engine.kernels.registry import FALLBACK, family_of, no_sparse_kernels
 from halve.engine.layer import Layer
@@ -114,7 +114,9 @@ class Compiled(nn.Module):
             return [self.cast_input(image.clone()) for image in x]  # the network's own code may write to them
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
-        return x.to(self.dtype, memory_format=_NHWC) if x.dim() == 4 and self._has_layers else x.to(self.dtype)
+        if x.dim() != 4 or not self._has_layers or x.is_cpu:  # kernels on CPUs read pixels of a channel in a row
+            return x.to(self.dtype)
+        return x.to(self.dtype, memory_format=_NHWC)
 
     def _cast_output(self, y: Tensor) -> Tensor:
         return y.to(self.output_dtype) if y.dtype == self.dtype else y
@@ -201,6 +203,10 @@ class Compiled(nn.Module):
         """Let Inductor compile what lies between the layers, if that is faster, or if the plan says so (`only`)."""
         if not self.inductor or not isinstance(self.body, GraphModule):
             return
+        if (reason := unavailable(self.device)) is not None:
+            self.plan.uncompiled[INDUCTOR] = f"not used: {reason}"
+            self.plan.inductor.pop(size, None)
+            return
         if (spent := sum(self.plan.inductor.values())) > MAX_SECONDS and not only:
             self.plan.uncompiled[INDUCTOR] = f"not tried at batch size {size}, after compiling for {spent:.0f} s"
             return
@@ -278,7 +284,22 @@ class Compiled(nn.Module):
             move_(self.body, self.device, moved.device)
             old, self.device = self.device, moved.device
             self._adapt(no_sparse_kernels(old, self.dtype))
+            sizes = [*self.plan.batches]
+            if self.drop_foreign_plan(self.device):
+                message = f"running dense: the plan was made for {old.type}, call warmup({sizes}) to plan again"
+                warn(message, EngineWarning)
         return self
+
+    def drop_foreign_plan(self, device: torch.device) -> bool:
+        """Switch to dense kernels if the plan has sparse ones of another type of device than this one."""
+        used = {(kernel, layer.dtype) for layer in self.layers for kernel in layer.kernels.values()}
+        here = all(family_of(kernel).unavailable(device, dtype) is None for kernel, dtype in used)
+        if here or no_sparse_kernels(device, self.dtype) is not None:
+            return False
+        for layer in self.layers:
+            layer.use({1: FALLBACK})
+        self.plan.batches, self.plan.inductor = {}, {}
+        return True
 
     def _adapt(self, before: str | None) -> None:
         """Switch to dense or back to sparse on a new device. `before` is why the old device could not run sparse."""
@@ -352,13 +373,14 @@ def load(path: str | Path, device: str | torch.device | None = None) -> Compiled
     fast.plan = network.plan
     if device is None:
         device = network.device if _is_available(network.device) else "cpu"
+    planned = [*dict.fromkeys((*fast.plan.batches, *fast.plan.inductor))]
+    dropped = fast.drop_foreign_plan(torch.device(device))
     fast = fast.to(device)
     reason = no_sparse_kernels(fast.device, fast.dtype)
     if fast.reason is None and reason is not None:
         fast.fall_back(reason)
-    planned = [*dict.fromkeys((*fast.plan.batches, *fast.plan.inductor))]
-    if fast.device.type == "cuda" or fast.plan.inductor:
-        fast.warmup(planned[-MAX_RECORDINGS:])  # these are planned already, and only compiled and recorded
+    if fast.device.type == "cuda" or fast.plan.inductor or dropped:
+        fast.warmup(planned[-MAX_RECORDINGS:])  # only compiled and recorded, unless the plan was dropped
     return fast
 
 

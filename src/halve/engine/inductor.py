@@ -7,6 +7,7 @@ never part of a saved network.
 
 import contextlib
 import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -44,8 +45,16 @@ class Bodies(dict[Any, Run]):
 
 
 def by_default(device: torch.device) -> bool:
-    """Whether Inductor is tried on a device if nobody says so. On CPUs it needs a C++ compiler and much time."""
-    return device.type == "cuda"
+    """Whether Inductor is tried on a device if nobody says so."""
+    return device.type in ("cuda", "cpu")
+
+
+def unavailable(device: torch.device) -> str | None:
+    """Why Inductor cannot compile for a device; None if it can."""
+    compilers = [os.environ.get("CXX", ""), "g++", "clang++"]
+    if device.type == "cpu" and not any(shutil.which(name) for name in compilers if name):
+        return "Inductor needs a C++ compiler on CPUs, and there is no g++ or clang++; the rest runs eagerly"
+    return None
 
 
 @dataclass(frozen=True)

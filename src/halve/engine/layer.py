@@ -75,6 +75,8 @@ class Layer(nn.Module):
         """The kernel for an input size: that of the nearest planned size."""
         if not self.kernels:
             return FALLBACK
+        if size in self.kernels:
+            return self.kernels[size]
         return self.kernels[min(self.kernels, key=lambda known: abs(math.log(known / max(size, 1))))]
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:

@@ -34,6 +34,16 @@ def empty_planes(shape: Sequence[Any], channel_dim: int, dtype: torch.dtype, dev
     >>> empty_planes((5, 3), -1, torch.float32, torch.device("cpu")).stride()
     (1, 16)
     """
+    strides, count = strides_of(shape, channel_dim)
+    return torch.empty(count, dtype=dtype, device=device).as_strided(tuple(shape), strides)
+
+
+def strides_of(shape: Sequence[Any], channel_dim: int) -> tuple[tuple[Any, ...], Any]:
+    """The strides of new planes, and how many numbers they take.
+
+    >>> strides_of((2, 3, 7, 7), 1)
+    ((49, 112, 7, 1), 336)
+    """
     dims = [size for dim, size in enumerate(shape) if dim != channel_dim % len(shape)]
     pixels: Any = 1
     strides: list[Any] = []
@@ -42,7 +52,7 @@ def empty_planes(shape: Sequence[Any], channel_dim: int, dtype: torch.dtype, dev
         pixels = pixels * size
     pitch = pitch_for(pixels)
     strides.insert(channel_dim % len(shape), pitch)
-    return torch.empty(shape[channel_dim] * pitch, dtype=dtype, device=device).as_strided(tuple(shape), strides)
+    return tuple(strides), shape[channel_dim] * pitch
 
 
 def is_planes(x: Tensor, channel_dim: int) -> bool:
@@ -65,6 +75,11 @@ def _are_planes(shape: tuple[int, ...], strides: tuple[int, ...], channel_dim: i
             return False
         pixels *= shape[dim]
     return shape[channel_dim] <= 1 or strides[channel_dim] >= pixels
+
+
+def has_rows(x: Tensor) -> bool:
+    """Whether the pixels of each channel of an image lie in a row, wherever channels and images are."""
+    return x.dim() == 4 and x.stride()[2:] == (x.shape[3], 1)
 
 
 def to_planes(x: Tensor, channel_dim: int) -> Tensor:

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from halve.engine.kernels.cpu_sp import features, memory
 from halve.engine.kernels.kernel import Piece
 from halve.engine.kernels.planes import is_planes
-from halve.engine.operations import Convolution, Linear, MaxPool
+from halve.engine.operations import Convolution, Linear, MaxPool, PooledConvolution
 from halve.errors import MaskError
 from tests.engine.kernels.cpu_sp.layers import (
     FAMILIES,
@@ -61,6 +61,22 @@ def test_layers_of_real_networks(operation, shape, residual, dtype):
 @pytest.mark.parametrize("channels", [1, 2, 3, 4, 5, 6])
 def test_dense_weights_of_first_layers(channels, dtype):
     check(conv(24, channels, 7, 2), (2, channels, 33, 32), "cpu", dtype)
+
+
+@cpu_kernels
+@both_dtypes
+@pytest.mark.parametrize("shape", [(1, 3, 30, 37), (3, 3, 30, 37), (3, 3, 64, 64)])
+@pytest.mark.parametrize("memory_format", [torch.contiguous_format, torch.channels_last])
+def test_a_first_layer_with_pooling(shape, memory_format, dtype):
+    operation = PooledConvolution(24, 3, (7, 7), (2, 2), (3, 3), "relu", (3, 3), (2, 2), (1, 1))
+    family, tensors = FAMILIES["cpu"], weights_of(operation.convolution, "cpu", dtype)
+    assert family.variants(Piece(operation, dtype), CPU) == ("avx512",)
+    x = random(*shape).to(dtype, memory_format=memory_format)
+    packed = family.pack(operation, tensors)
+    y = family.run(family.laid_out([x], operation), packed, operation, "avx512")
+    assert is_planes(y, 1)
+    expected = operation.reference([x.float()], {name: tensor.float() for name, tensor in tensors.items()})
+    assert float((y - expected).norm() / expected.norm()) < TOLERANCE[dtype]
 
 
 sizes = st.tuples(st.integers(1, 5), st.integers(1, 5))

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 
 from halve.engine.kernels.cpu_sp import memory
 from halve.engine.kernels.cpu_sp.assembler import RAX, Assembler
@@ -69,7 +70,7 @@ def test_a_system_that_refuses_executable_memory_is_a_reason(monkeypatch):
             return -1
 
     monkeypatch.setattr(ctypes, "CDLL", lambda *_, **__: Libc)
-    with pytest.raises(EngineError, match=r"refuses executable memory .errno 13"):
+    with pytest.raises(EngineError, match=r"refuses executable memory \(errno 13"):
         Executable(answer(1))
     memory.unavailable.cache_clear()
     assert "refuses executable memory" in memory.unavailable()
@@ -81,3 +82,23 @@ def test_other_systems_are_a_reason(monkeypatch):
     monkeypatch.setattr(memory.sys, "platform", "darwin")
     assert memory.unavailable() == "machine code is emitted on Linux only, this is darwin"
     memory.unavailable.cache_clear()
+
+
+def test_large_tensors_use_memory_again():
+    first = memory.empty(1 << 20, torch.float32)
+    address = first.data_ptr()
+    view = first[10:]
+    del first
+    other = memory.empty(1 << 20, torch.float32)
+    assert other.data_ptr() != address  # a view is left
+    del view
+    again = memory.new_planes((1, 2, 512, 1024), 1, torch.bfloat16)
+    assert again.data_ptr() == address
+    assert again.dtype == torch.bfloat16
+
+
+def test_little_memory_is_kept():
+    tensors = [memory.empty(1 << 20, torch.float32) for _ in range(20)]
+    del tensors
+    assert len(memory._free) <= 16
+    assert memory.empty(1 << 18, torch.float32).untyped_storage().nbytes() == 1 << 20

@@ -13,10 +13,12 @@ from torch import Tensor
 
 from halve.engine.kernels.cpu_sp import features, memory
 from halve.engine.kernels.cpu_sp.packing import Packed, pack, pack_dense, packed_shapes, unpack
-from halve.engine.kernels.cpu_sp.program import ARITHMETIC, program_for
+from halve.engine.kernels.cpu_sp.pool import max_pool
+from halve.engine.kernels.cpu_sp.program import ARITHMETIC, known_program, program_for
 from halve.engine.kernels.cpu_sp.version import version
 from halve.engine.kernels.kernel import KernelFamily, Layout, Piece
-from halve.engine.operations import Convolution, Linear, Operation, Tensors
+from halve.engine.kernels.planes import has_rows
+from halve.engine.operations import Convolution, Linear, Operation, PooledConvolution, Tensors
 
 MAX_VALUES = 8 << 20  # of a layer: 10 bytes of code each, or 5 in bfloat16
 _WIDTH = 4
@@ -35,7 +37,7 @@ class _Cpu(KernelFamily):
 
     def variants(self, piece: Piece, device: torch.device) -> Sequence[str]:
         operation = piece.operation
-        if not isinstance(operation, Convolution | Linear) or piece.dtype not in ARITHMETIC:
+        if not isinstance(operation, Convolution | Linear | PooledConvolution) or piece.dtype not in ARITHMETIC:
             return ()
         convolution = operation.convolution
         if (
@@ -58,17 +60,32 @@ class _Cpu(KernelFamily):
         weight = weight.flatten(1) if isinstance(operation, Linear) else weight
         return {"weight": weight, "bias": packed["bias"]} if "bias" in packed else {"weight": weight}
 
+    def laid_out(self, inputs: Sequence[Tensor], operation: Operation) -> list[Tensor]:
+        x, *residual = inputs
+        if _convolution(operation).stride != (1, 1) and has_rows(x):  # it is split into planes anyway
+            return [x, *super().laid_out(residual, operation)]
+        return super().laid_out(inputs, operation)
+
     def run(self, inputs: Sequence[Tensor], packed: Tensors, operation: Operation, variant: str) -> Tensor:
-        assert isinstance(operation, Convolution | Linear)
         x, residual = inputs[0], inputs[1] if len(inputs) > 1 else None
+        if isinstance(operation, PooledConvolution) and x.numel() and self.runs(x):
+            return max_pool(self.run(inputs, packed, operation.convolution, variant), operation.pool)
+        weights, bias = Packed(packed["values"], packed.get("codes")), packed.get("bias")
+        if x.is_cpu and x.numel():
+            known = known_program(operation, weights, bias)  # type: ignore[arg-type]
+            if known is not None:
+                return known.run(x, residual)
         if not x.numel():
             return self.fake(inputs, packed, operation)
-        if not x.is_cpu or self.unavailable(x.device, x.dtype) is not None:
+        if not self.runs(x):
             y = operation.reference(inputs, self.unpack(operation, packed))
             return self.writes.of(y, operation.channel_dim)
-        return program_for(operation, Packed(packed["values"], packed.get("codes")), packed.get("bias")).run(
-            x, residual
-        )
+        assert isinstance(operation, Convolution | Linear)
+        return program_for(operation, weights, bias).run(x, residual)
+
+    def runs(self, x: Tensor) -> bool:
+        """Whether the machine code runs on an input."""
+        return x.is_cpu and self.unavailable(x.device, x.dtype) is None
 
 
 class CpuSparse(_Cpu):
@@ -81,5 +98,5 @@ class CpuDense(_Cpu):
 
 
 def _convolution(operation: Operation) -> Convolution:
-    assert isinstance(operation, Convolution | Linear)
+    assert isinstance(operation, Convolution | Linear | PooledConvolution)
     return operation.convolution

@@ -1,7 +1,6 @@
 """What the processor can do, as the operating system reports it."""
 
 import functools
-import os
 import platform
 import sys
 from collections.abc import Mapping
@@ -11,7 +10,6 @@ import torch
 
 from halve.engine.kernels.cpu_sp.arithmetic import Arithmetic
 
-SWITCH = "HALVE_CPU_KERNELS"  # "1" turns the kernels on
 _ASSEMBLED = ("x86_64", "AMD64")
 
 
@@ -34,8 +32,4 @@ def unavailable(device: torch.device, dtype: torch.dtype, supported: Mapping[tor
     if dtype not in supported:
         return f"our CPU kernels need {' or '.join(map(str, supported))}, got {dtype}"
     lacking = [flag for flag in supported[dtype].flags if flag not in cpu_flags()]
-    if lacking:
-        return f"our CPU kernels need AVX-512 in {dtype}: this CPU has no {', '.join(lacking)}"
-    if os.environ.get(SWITCH) != "1":
-        return f"our CPU kernels are experimental: set {SWITCH}=1 to use them"
-    return None
+    return f"our CPU kernels need AVX-512 in {dtype}: this CPU has no {', '.join(lacking)}" if lacking else None

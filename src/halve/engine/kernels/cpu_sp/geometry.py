@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 from torch import Tensor
 
+from halve.engine.kernels.cpu_sp.memory import new_planes
 from halve.engine.kernels.cpu_sp.split import split_rows
 from halve.engine.kernels.cpu_sp.worker import LANES
-from halve.engine.kernels.planes import empty_planes, is_planes
+from halve.engine.kernels.planes import has_rows
 from halve.engine.operations import Convolution, MaxPool
 
 
@@ -111,11 +112,11 @@ def _copy(
 
 def copied_planes(x: Tensor, shape: Geometry) -> Tensor:
     """The planes of an input: (N, planes * channels, H, W) in the output's size."""
-    images, channels, height, width = x.shape
-    planes = empty_planes((images, len(shape.planes) * channels, *shape.out), 1, x.dtype, x.device)
-    if shape.halves is not None and is_planes(x, 1):
+    images, channels, _, width = x.shape
+    planes = new_planes((images, len(shape.planes) * channels, *shape.out), 1, x.dtype)
+    if shape.halves is not None and has_rows(x):
         size, out_step = x.element_size(), x.element_size() * shape.out[1]
-        rows = _rows(shape.halves, images, channels, height, width, shape.out, x.stride(1), planes.stride(1), size)
+        rows = _rows(shape.halves, tuple(x.shape), x.stride()[:2], shape.out, planes.stride(1), size)
         odd = planes.stride(1) * channels * size if shape.halves.columns > 1 else 0
         split_rows(x, planes, rows, width, row_step=2 * size * width, out_step=out_step, odd_distance=odd)
         return planes
@@ -144,20 +145,18 @@ def _halves(
 @functools.lru_cache(64)
 def _rows(
     halves: Halves,
-    images: int,
-    channels: int,
-    height: int,
-    width: int,
+    shape: tuple[int, int, int, int],
+    strides: tuple[int, int],  # of images and channels
     out: tuple[int, int],
-    pitch: int,
     out_pitch: int,
     size: int,
 ) -> npt.NDArray[np.int64]:
     """The rows to split: for each channel, image, and even or odd rows. See `split_rows`."""
+    images, channels, height, width = shape
     channel, image, half = (
         axis.reshape(-1) for axis in np.meshgrid(*map(np.arange, (channels, images, halves.rows)), indexing="ij")
     )
-    source = channel * pitch + image * height * width + half * width
+    source = channel * strides[1] + image * strides[0] + half * width
     plane = half * halves.columns * channels
     target = (plane + channel) * out_pitch + image * out[0] * out[1]
     count = (height - half + 1) // 2

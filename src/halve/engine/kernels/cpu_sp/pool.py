@@ -26,12 +26,11 @@ from halve.engine.kernels.cpu_sp.assembler import (
     Memory,
 )
 from halve.engine.kernels.cpu_sp.geometry import copied_planes, geometry
-from halve.engine.kernels.cpu_sp.memory import Executable
+from halve.engine.kernels.cpu_sp.memory import Executable, new_planes
 from halve.engine.kernels.cpu_sp.program import ARITHMETIC
 from halve.engine.kernels.cpu_sp.version import version
 from halve.engine.kernels.cpu_sp.worker import LANES, Launch
 from halve.engine.kernels.kernel import KernelFamily, Layout, Piece
-from halve.engine.kernels.planes import empty_planes
 from halve.engine.operations import MaxPool, Operation, Tensors
 
 _MAX_TAPS = 64
@@ -63,15 +62,20 @@ class CpuPool(KernelFamily):
         assert isinstance(operation, MaxPool)
         if x.device.type != "cpu" or x.dtype not in ARITHMETIC or not x.numel():
             return operation.reference(inputs, packed)
-        images, channels, height, width = x.shape
-        window = geometry(operation, images, height, width)
-        source = x if window.direct else copied_planes(x, window)
-        out = empty_planes((images, channels, *window.out), 1, x.dtype, x.device)
-        pitches = (source.stride(1), out.stride(1))
-        _launch(operation, tuple(x.shape), x.element_size(), pitches, torch.get_num_threads())(
-            source.data_ptr(), out.data_ptr(), 0
-        )
-        return out
+        return max_pool(x, operation)
+
+
+def max_pool(x: Tensor, operation: MaxPool) -> Tensor:
+    """Pool images that are stored as planes, on a CPU that has the instructions."""
+    images, channels, height, width = x.shape
+    window = geometry(operation, images, height, width)
+    source = x if window.direct else copied_planes(x, window)
+    out = new_planes((images, channels, *window.out), 1, x.dtype)
+    pitches = (source.stride(1), out.stride(1))
+    _launch(operation, tuple(x.shape), x.element_size(), pitches, torch.get_num_threads())(
+        source.data_ptr(), out.data_ptr(), 0
+    )
+    return out
 
 
 @functools.lru_cache(256)

@@ -13,12 +13,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
+from torch.utils.weak import WeakIdRef
 
 from halve.engine.kernels.cpu_sp.arithmetic import Arithmetic, BFloat16, Float32
 from halve.engine.kernels.cpu_sp.emit import LINE, LINES_AHEAD, Shape, emit_block
 from halve.engine.kernels.cpu_sp.geometry import Geometry, copied_planes, geometry
-from halve.engine.kernels.cpu_sp.memory import Block, Executable
+from halve.engine.kernels.cpu_sp.memory import Block, Executable, empty
 from halve.engine.kernels.cpu_sp.packing import Packed, packed_shapes, places_of
 from halve.engine.kernels.cpu_sp.worker import LANES, Launch, spans
 from halve.engine.kernels.planes import empty_planes, is_planes
@@ -74,7 +74,7 @@ class Program:
     """Code and weights of a layer."""
 
     def __init__(self, operation: Convolution | Linear, packed: Packed, bias: Tensor | None) -> None:
-        self._operation, self._convolution = operation, operation.convolution
+        self.operation, self._convolution = operation, operation.convolution
         self._sources = _sources(packed, bias)
         self._dtype = packed.values.dtype
         _check_weights(self._convolution, packed, bias)
@@ -122,18 +122,18 @@ class Program:
             if len(self._prepared) >= _MAX_SHAPES:
                 self._prepared.clear()
             prepared = self._prepared[key] = self.prepare(x, residual)
-        storage = torch.empty(prepared.numbers, dtype=self._dtype)
+        storage = empty(prepared.numbers, self._dtype)
         source = x if prepared.copies is None else copied_planes(x, prepared.copies)
         prepared.launch(source.data_ptr(), storage.data_ptr(), 0 if residual is None else residual.data_ptr())
         y = storage.as_strided(prepared.shape, prepared.strides)
-        if self._operation.activation not in _EMITTED:
-            ACTIVATIONS[self._operation.activation].aten.overloadpacket.out(y, out=y)  # in place, in this layout
+        if self.operation.activation not in _EMITTED:
+            ACTIVATIONS[self.operation.activation].aten.overloadpacket.out(y, out=y)  # in place, in this layout
         return y
 
     def prepare(self, x: Tensor, residual: Tensor | None) -> "Prepared":
         """How to run on inputs like these."""
-        channel_dim = self._operation.channel_dim
-        shape = _checked_shape(self._operation, x, residual)
+        channel_dim = self.operation.channel_dim
+        shape = _checked_shape(self.operation, x, residual)
         out = empty_planes(shape, channel_dim, self._dtype, torch.device("meta"))
         size = x.shape if channel_dim == 1 else (1, x.shape[-1], x.numel() // x.shape[-1], 1)
         window = geometry(self._convolution, size[0], *size[2:])
@@ -155,7 +155,7 @@ class Program:
             workers=workers,
             code_step=LINE * min(LINES_AHEAD, math.ceil(self._group_lines / items[:, 2].max())),
         )
-        numbers = out.stride(channel_dim) * self._operation.rows
+        numbers = out.stride(channel_dim) * self.operation.rows
         return Prepared(launch, None if window.direct else window, numbers, tuple(shape), out.stride())
 
     def _items(self, window: Geometry, workers: int) -> npt.NDArray[np.int32]:
@@ -186,20 +186,31 @@ class Prepared(NamedTuple):
     strides: tuple[int, ...]
 
 
+_NONE: tuple[object, list[Program]] = (None, [])
 _codes: "weakref.WeakValueDictionary[bytes, Code]" = weakref.WeakValueDictionary()
-_programs = WeakIdKeyDictionary()  # packed values -> {operation -> program}
+_programs: dict[int, tuple[object, list[Program]]] = {}  # by the id of the packed values: a weak reference, programs
 _lock = threading.Lock()
+
+
+def known_program(operation: Convolution | Linear, packed: Packed, bias: Tensor | None) -> Program | None:
+    """The program of packed weights that have not changed since it was made. Runs before every layer."""
+    for program in _programs.get(id(packed.values), _NONE)[1]:
+        if (program.operation is operation or program.operation == operation) and program.made_from(packed, bias):
+            return program
+    return None
 
 
 def program_for(operation: Convolution | Linear, packed: Packed, bias: Tensor | None) -> Program:
     """The program of packed weights. Emits code on first use, and again if the weights have changed."""
-    made = _programs.get(packed.values)
-    program: Program | None = None if made is None else made.get(operation)
-    if program is None or not program.made_from(packed, bias):
-        with _lock:
-            program = Program(operation, packed, bias)
-            _programs.setdefault(packed.values, {})[operation] = program
-    return program
+    with _lock:
+        found = known_program(operation, packed, bias)
+        if found is not None:
+            return found
+        program, key = Program(operation, packed, bias), id(packed.values)
+        reference = WeakIdRef(packed.values, lambda _: _programs.pop(key, None))
+        others = [one for one in _programs.get(key, _NONE)[1] if one.operation != operation]
+        _programs[key] = reference, [*others, program]
+        return program
 
 
 def _sources(packed: Packed, bias: Tensor | None) -> tuple[object, ...]:
@@ -255,7 +266,8 @@ def _checked_shape(operation: Convolution | Linear, x: Tensor, residual: Tensor 
             f"the residual must have the shape of the result, {tuple(expected)}, got {tuple(residual.shape)}"
         )
     for name, tensor in (("input", x), ("residual", residual)):
-        if tensor is not None and not (tensor.is_cpu and is_planes(tensor, channel_dim)):
+        copied = name == "input" and convolution.stride != (1, 1)
+        if tensor is not None and not (tensor.is_cpu and (copied or is_planes(tensor, channel_dim))):
             raise EngineError(
                 f"the {name} must be stored as planes on the CPU, got strides {tensor.stride()} on {tensor.device}"
             )
