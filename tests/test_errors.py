@@ -65,3 +65,10 @@ def test_warnings_point_to_the_users_line_whatever_public_call_it_is():
             call()
         assert caught
         assert {warning.filename for warning in caught} == {__file__}
+
+
+def test_control_characters_of_files_reach_no_terminal():
+    with pytest.warns(errors.LearningWarning, match=r"^layer \\x1b\]0;title\\x07$"):
+        errors.warn("layer \x1b]0;title\x07", errors.LearningWarning)
+    for error in (errors.MaskError("a\x1b[2J\u202e\nb"), errors.FileError("a\x1b[2J\u202e\nb")):
+        assert str(error) == "a\\x1b[2J\\u202e\nb"

@@ -20,6 +20,9 @@ class HalveError(Exception):
     pattern '5:4' keeps 5 of every 4 weights: N must be between 1 and M, and M at most 256
     """
 
+    def __str__(self) -> str:
+        return printable(super().__str__())
+
 
 class PatternError(HalveError, ValueError):
     """An invalid N:M pattern, or codes that do not match theirs."""
@@ -93,11 +96,20 @@ def warn(message: str, category: type[Warning]) -> None:
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and _is_inside(frame.f_code.co_filename):
         frame, level = frame.f_back, level + 1
-    warnings.warn(message, category, stacklevel=level)
+    warnings.warn(printable(message), category, stacklevel=level)
 
 
 def _is_inside(file: str) -> bool:
     return file.startswith(_PACKAGE) or file.endswith(_DECORATORS)
+
+
+def printable(text: str) -> str:
+    """The text with control characters escaped: names in files from others must not reach a terminal as they are.
+
+    >>> print(printable("a \x1b[2J layer"))
+    a \\x1b[2J layer
+    """
+    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def listed(names: Iterable[object], most: int = 8) -> str:

@@ -34,6 +34,7 @@ PHOTO = "photos/ant/0.png"
 WRITES = [
     (("prune", *NET, "--data", "photos"), "--out", ("zoo.py", "net.safetensors", PHOTO)),
     (("measure", *NET, "--size", "16"), "--out", ("zoo.py", "net.safetensors")),
+    (("certify", *NET, "--masks", "net.masks.safetensors", "--data", "photos"), "--out", (*MASKED, PHOTO)),
     (APPLY, "--out", MASKED),
     (("pack", *APPLY[1:]), "--out", MASKED),
     (("recalibrate", *APPLY[1:], "--data", "photos"), "--out", (*MASKED, PHOTO)),

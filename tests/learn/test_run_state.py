@@ -246,6 +246,24 @@ def test_a_run_state_with_more_batches_than_steps_does_not_hang(tmp_path, step, 
         learn(model, [images(4)] * 2, run_state=path, resume=True, **options)
 
 
+def test_a_run_state_with_more_steps_than_the_run_has_is_refused(tmp_path):
+    model, path = convnet(), tmp_path / "run"
+    with pytest.warns(LearningWarning, match="interrupted"):
+        learn(model, [images(4)] * 2, run_state=path, report=interrupting(2), steps=4)
+    _, header, tensors = storage.read(path, [FORMAT])
+    storage.write(path, FORMAT, header | {"step": 10**12}, tensors)
+    with pytest.raises(FileError, match="it says 1,000,000,000,000 steps were done of 4"):
+        learn(model, [images(4)] * 2, run_state=path, resume=True, steps=4)
+
+
+def test_another_file_is_not_taken_for_a_run_state(tmp_path):
+    path = tmp_path / "notes.txt"
+    path.write_text("mine")
+    with pytest.raises(FileError, match="exists and is not the state of a run: choose another run_state="):
+        learn(convnet(), images(), run_state=path, steps=1)
+    assert path.read_text() == "mine"
+
+
 def test_missing_tensors_and_identities_are_file_errors(tmp_path):
     header = {"identity": IDENTITY, "step": 1, "batches": 1, "seconds": 1.0}
     path = storage.write(tmp_path / "run", FORMAT, header, {"logits": torch.zeros(12)})

@@ -148,3 +148,22 @@ def test_without_a_budget_there_are_two_minutes():
     assert Settings(minutes=0.5).budget_minutes == 0.5
     assert Settings(steps=5).budget_minutes is None
     assert Settings(epochs=5).budget_minutes is None
+
+
+@pytest.mark.parametrize(
+    ("option", "error"),
+    [
+        ({"log": 5}, "log must be the name of a file, got 5"),
+        ({"run_state": 5}, "run_state must be the name of a file, got 5"),
+        ({"report": 5}, "report must be a function"),
+        ({"progress": 5}, "progress must be True, False or a function"),
+        ({"permute": "x"}, "permute must be True or False, got 'x'"),
+        ({"fallback": "x"}, "fallback must be True or False, got 'x'"),
+        ({"augment": 3}, "augment must be True or False, got 3"),
+        ({"hard": "no"}, "hard must be True or False, got 'no'"),
+    ],
+    ids=["log", "run_state", "report", "progress", "permute", "fallback", "augment", "hard"],
+)
+def test_options_of_a_wrong_type_are_refused(option, error):
+    with pytest.raises(OptionError, match=error):
+        learn(convnet(), images(), steps=1, **option)

@@ -12,6 +12,7 @@ from halve.masks.mask import Mask, MaskSet
 from halve.masks.pattern import Pattern
 from halve.modules import weight_of
 from tests.random_masks import a_mask, masks_for, random
+from tests.tiny import convnet
 from tests.untouched import same_bits, untouched
 
 
@@ -207,6 +208,14 @@ def test_a_cast_to_half_precision_is_a_small_change(net):
     masks = masks_for(net, *LAYERS)
     with pytest.warns(ChangedWeightsWarning, match=r"by about 0\.0\d+ %"):
         apply(net.half(), masks)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.float64, torch.bfloat16])
+def test_a_cast_that_digests_prove_is_no_change(dtype):
+    model = convnet()
+    masks = halve.prune(model)
+    half = apply(model.to(dtype), masks)
+    assert halve.verify(half, masks).ok
 
 
 def test_a_layer_of_zeros_that_is_cast_has_not_changed_by_infinity(net):

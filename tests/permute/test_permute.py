@@ -458,7 +458,11 @@ def test_masks_that_are_already_applied_are_refused_where_the_dense_model_is_nee
     x = torch.randn(4, 3, 16, 16)
     with warnings.catch_warnings(action="ignore"):
         applied = [halve.apply(model, masks), halve.apply(model, masks, permute=False)]
-    for sparse in applied:
+    tuned = copy.deepcopy(applied)
+    for sparse in tuned:
+        for parameter in sparse.parameters():
+            parameter.data.mul_(1.01)
+    for sparse in (*applied, *tuned):
         for call in (halve.evaluate, halve.recalibrate, lambda m, k, d: tiny.learn(m, d, start=k, steps=1)):
             with pytest.raises(MaskError, match=r"already applied.*pass the dense model"):
                 call(sparse, masks, x)
@@ -485,3 +489,55 @@ def test_capturing_does_not_use_up_the_time_of_the_search(monkeypatch):
     monkeypatch.setattr(of_permute, "capture", slow)
     masks = halve.prune(tiny.convnet(), permute=True, permute_seconds=0.25, example=tiny.images(2))
     assert masks.recipe["permute"]["finished"]
+
+
+class Flagged(nn.Module):
+    """Has a second path, which a flag selects, with something else than a convolution or Linear at its end."""
+
+    def __init__(self, kind):
+        super().__init__()
+        torch.manual_seed(0)
+        self.a, self.b, self.c = nn.Conv2d(4, 16, 1), nn.Conv2d(16, 16, 1), nn.Conv2d(16, 3, 1)
+        self.kind = kind
+        if kind == "module":
+            self.other = nn.GRU(16, 4, batch_first=True)
+        elif kind == "parameter":
+            self.other = nn.Parameter(torch.randn(16, 5))
+        else:
+            self.register_buffer("other", torch.tensor([3, 7, 11]))
+
+    def forward(self, x, flag=False):
+        x = self.b(self.a(x).relu()).relu()
+        if not flag:
+            return self.c(x)
+        x = x.mean((2, 3))
+        if self.kind == "module":
+            return self.other(x[:, None])[0]
+        return x @ self.other if self.kind == "parameter" else x[:, self.other]
+
+
+@pytest.mark.parametrize("kind", ["module", "parameter", "index"])
+def test_channels_that_anything_may_read_that_did_not_run_do_not_move(kind):
+    model, x = Flagged(kind).eval(), torch.randn(2, 4, 8, 8)
+    masks = halve.prune(model, permute=True, example=tiny.images())
+    assert masks.recipe["permute"]["not_run"] == ["other"]
+    with warnings.catch_warnings(action="ignore"):
+        unmoved = halve.apply(model, masks, permute=False)
+    with torch.no_grad():
+        torch.testing.assert_close(halve.apply(model, masks)(x, True), unmoved(x, True), rtol=1e-4, atol=1e-5)
+
+
+def test_what_a_loss_holds_does_not_keep_channels_from_moving():
+    class Training(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body = nn.Sequential(nn.Conv2d(4, 16, 1), nn.Conv2d(16, 16, 1), nn.Conv2d(16, 8, 1))
+            self.loss = nn.CrossEntropyLoss(weight=torch.rand(8))
+
+        def forward(self, x):
+            return self.body(x)
+
+    model = Training().eval()
+    masks = halve.prune(model, permute=True, example=tiny.images())
+    assert masks.recipe["permute"]["not_run"] == []
+    assert masks["body.1"].layout.channel_order is not None

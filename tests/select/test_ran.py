@@ -70,3 +70,16 @@ def test_select_lists_layers_that_do_not_run_with_the_reason():
     assert "did not run on the data" in str(chosen)
     assert len(halve.select(model, data=torch.ones(2, 8), forward=lambda m, x: m[0](x), also="1").masked) == 2
     assert len(halve.select(model).masked) == 2
+
+
+def test_a_head_that_does_not_run_is_said_not_to_run():
+    class Early(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.body, self.late = nn.Linear(8, 8), nn.Linear(8, 4)
+
+        def forward(self, x):
+            return self.body(x)
+
+    chosen = halve.select(Early(), data=torch.ones(2, 8))
+    assert chosen.not_masked["late"] == "did not run on the data (also='late' masks it)"

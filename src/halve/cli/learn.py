@@ -13,6 +13,7 @@ from halve.cli.output import LOG, MASKS, RUN_STATE, Output, is_first_rank, reads
 from halve.cli.signature import derived, with_options
 from halve.errors import DataError, FileError, HalveError, LearningError
 from halve.learn import held_back
+from halve.learn.reporting import is_log
 from halve.learn.run_state import SUFFIX as LEARNING_SUFFIX
 from halve.learn.settings import LearnOptions
 from halve.masks.file import SUFFIX
@@ -98,6 +99,8 @@ def learn(
     Output.open(context, state, RUN_STATE, inputs | reads(log=log), None, option="--run-state")
     if log is not None:
         Output.open(context, log, LOG, inputs, force, option="--log")
+        if force and log.is_file() and not is_log(log):
+            log.write_bytes(b"")
     opened = o.open_model(model, weights, device, size, resize, mean, std)
     reading: dict[str, Any] = {"batch": batch, "workers": workers, "classes_file": classes, "relabel": True}
     source = opened.data(data, **reading, limit=images, shuffle=True, seed=seed)

@@ -21,7 +21,7 @@ from halve.certify.certificate import is_certificate
 from halve.engine.saved import file as compiled
 from halve.errors import DataError, FileError
 from halve.export import file as onnx_file
-from halve.learn import run_state
+from halve.learn import reporting, run_state
 from halve.masks import file, packed, storage
 from halve.select import speed_plan
 from halve.sources.images import ENDINGS, expand
@@ -91,12 +91,6 @@ def _is_plan(path: Path) -> bool:
     return True
 
 
-def _is_log(path: Path) -> bool:
-    with path.open("rb") as log:
-        first = json.loads(log.readline(1 << 16))
-    return isinstance(first, dict) and {"step", "loss"} <= first.keys()
-
-
 def _text(name: str, made_by: str) -> Kind:
     """A text file that says in its first line what made it."""
 
@@ -117,7 +111,7 @@ ONNX = Kind("file by 'halve export'", onnx_file.is_exported)
 CERTIFICATE = Kind("certificate by 'halve certify'", is_certificate)
 RESULTS = Kind("result of 'halve bench'", _is_results)
 PLAN = Kind("plan of 'halve measure'", _is_plan)
-LOG = Kind("log of 'halve learn'", _is_log, stream=True)
+LOG = Kind("log of 'halve learn'", reporting.is_log, stream=True)
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ def _next_command(status: Status, model: str, weights: Path | None, masks: Path 
     name = Path(weights or model.rpartition(":")[2]).name.partition(".")[0]
     dense = shlex.join([model, "--weights", "DENSE", "--masks", str(masks)])
     return {
-        "ok": f"halve compile {common} --out {shlex.quote(name)}.pt2",
+        "ok": f"halve compile {common} --out {shlex.quote(name)}.compiled.safetensors",
         "changed": f"halve verify {common} --on-changed accept, if the update is intended",
         "not applied": f"halve apply {common} --out {shlex.quote(name)}.sparse.safetensors",
         "unknown": f"halve learn or halve prune {shlex.join(given)}, whose masks say which model they were made for",

@@ -36,7 +36,7 @@ from halve.learn.learner import Learner
 from halve.learn.loop import Loop
 from halve.learn.objective import find_blocks, named_blocks, resolve_objective
 from halve.learn.probe import Estimate
-from halve.learn.reporting import Report, Reporter
+from halve.learn.reporting import Report, Reporter, check_log
 from halve.learn.run_state import RunFile, check_new, saved_permutation
 from halve.learn.sampling import Sampler
 from halve.learn.settings import LearnOptions, Settings, preset_options, split_options
@@ -171,7 +171,10 @@ def learn(
     settings = Settings.of(given)
     budget = TimeBudget(settings.budget_minutes)
     trade = Trade.of(max_drop, min_speedup, drop_data, drop_metric, selection)
+    _check_types(log=log, run_state=run_state, report=report, progress=progress, permute=permute, fallback=fallback)
     _check_options(settings, permute, precision, run_state, resume)
+    if log is not None:
+        check_log(log)
     seconds = search_seconds(permute_seconds, bool(permute), settings.budget_minutes, settings.steps)
     if budget.seconds is not None and seconds >= budget.seconds:
         raise OptionError(
@@ -263,6 +266,20 @@ def _check_options(
         raise OptionError("resume=True needs run_state=, the file to resume from")
     if run_state is not None and not resume:
         check_new(run_state)
+
+
+def _check_types(**given: Any) -> None:
+    """Raise for options that are of no use as what they are."""
+    for name in ("log", "run_state"):
+        if not isinstance(given[name], str | Path | None):
+            raise OptionError(f"{name} must be the name of a file, got {given[name]!r}")
+    for name in ("permute", "fallback"):
+        if not isinstance(given[name], bool | None):
+            raise OptionError(f"{name} must be True or False, got {given[name]!r}")
+    if given["report"] is not None and not callable(given["report"]):
+        raise OptionError(f"report must be a function of an Estimate or a Report, got {given['report']!r}")
+    if not isinstance(given["progress"], bool | None) and not callable(given["progress"]):
+        raise OptionError(f"progress must be True, False or a function such as tqdm.tqdm, got {given['progress']!r}")
 
 
 def _split(data: Any, validation: Any, seed: int) -> Split:

@@ -339,6 +339,11 @@ class Loop:
                 f"{self.file.path} is damaged: {state.step:,} steps in {state.seconds:,.0f} s read at most {batches:,} "
                 f"batches, it says {state.batches:,}; start a new run with another run_state="
             )
+        if self.steps is not None and state.step > self.steps:
+            raise FileError(
+                f"{self.file.path} is damaged: it says {state.step:,} steps were done of {self.steps:,}; "
+                f"start a new run with another run_state="
+            )
 
     def _exhausted(self) -> Ended:
         if self.step == 0:

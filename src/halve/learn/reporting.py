@@ -39,6 +39,29 @@ class Report:
         )
 
 
+def check_log(path: str | Path) -> None:
+    """Raise `FileError` if a log would replace a file that is not a log."""
+    try:
+        other = Path(path).is_file() and Path(path).stat().st_size and not is_log(Path(path))
+    except OSError as error:
+        raise FileError(f"cannot write the log {path}: {error.strerror}") from error
+    if other:
+        raise FileError(
+            f"cannot write the log {path}: the file exists and is not a log of 'halve learn'; choose another"
+        )
+
+
+def is_log(path: Path) -> bool:
+    """Whether a file is the log of a run."""
+    with path.open("rb") as log:
+        line = log.readline(1 << 16)
+    try:
+        first = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return isinstance(first, dict) and {"step", "loss"} <= first.keys()
+
+
 class Reporter:
     """Sends events to the user's function, the log and the trackers. Without a function they are shown."""
 

@@ -111,8 +111,17 @@ class RunFile:
         return state
 
 
+def _is_state(path: str | Path) -> bool:
+    try:
+        return storage.format_of(path) == FORMAT.name
+    except FileError:
+        return False
+
+
 def check_new(path: str | Path) -> None:
     """Raise `FileError` if a new run would overwrite the state of another one."""
+    if Path(path).is_file() and not _is_state(path):
+        raise FileError(f"{path} exists and is not the state of a run: choose another run_state=")
     if Path(path).exists():
         raise FileError(
             f"{path} holds the state of a run: continue it with resume=True, delete the file to start again, "

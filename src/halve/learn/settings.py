@@ -94,6 +94,8 @@ class Settings:
             lambda x: x is None or (isinstance(x, tuple) and x and all(isinstance(glob, str) for glob in x)),
             "one or more names or globs of modules, or None for the repeated blocks",
         )
+        self._require("augment", lambda x: isinstance(x, bool), "True or False")
+        self._require("hard", lambda x: isinstance(x, bool), "True or False")
         self._require("schedule", lambda x: x in get_args(LrSchedule), f"one of {listed(get_args(LrSchedule))}")
         self._require("final", lambda x: x in get_args(Final), f"one of {listed(get_args(Final))}")
 

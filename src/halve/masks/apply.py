@@ -134,6 +134,7 @@ def _distance(weight: Tensor, mask: Mask) -> float:
 def check_dense(model: nn.Module, masks: MaskSet) -> None:
     """Raise `MaskError` if the masks are already applied to the model where the dense model is needed."""
     moves = masks.moves
+    changing: list[tuple[str, Mask, Tensor, Tensor]] = []
     for name, weight in check_fit(model, masks).items():
         print_, dims = masks[name].fingerprint, moves.get(weight_name(name), {})
         if print_ is None or print_.dense == print_.masked:
@@ -141,6 +142,10 @@ def check_dense(model: nn.Module, masks: MaskSet) -> None:
         back = moved_back(weight, dims) if dims and fits(weight, dims) else weight
         if print_.masked in (digest(weight), digest(back)):
             raise MaskError(f"the masks are already applied to the model (layer {name}): pass the dense model")
+        changing.append((name, masks[name], weight, back))
+    if changing and all(_is_applied(w, mask) or _is_applied(back, mask) for _, mask, w, back in changing):
+        # the weights are others, such as after fine-tuning, but all zeros are where the masks drop weights
+        raise MaskError(f"the masks are already applied to the model (layer {changing[0][0]}): pass the dense model")
 
 
 def _check_contiguous(copy: nn.Module, masks: MaskSet) -> None:
@@ -187,11 +192,15 @@ def check_fit(model: nn.Module, masks: MaskSet) -> dict[str, Tensor]:
 def updates_of(weights: dict[str, Tensor], masks: MaskSet) -> dict[str, float]:
     """The estimated relative update of each layer whose weight is not the one its mask was made for.
 
-    A weight that already has the mask applied counts as unchanged.
+    A weight that already has the mask applied counts as unchanged, and so does a cast of the whole weight.
     """
+    known = masks.digests.dense if masks.digests is not None else {}
     updates = {}
     for name, mask in masks.items():
-        if mask.fingerprint is not None and not is_unchanged(weights[name], mask):
+        if mask.fingerprint is None or is_unchanged(weights[name], mask):
+            continue
+        digests = known.get(weight_name(name))
+        if digests is None or matching_dtype(weights[name], digests) is None:
             updates[name] = mask.fingerprint.update(weights[name])
     return updates
 

@@ -21,7 +21,7 @@ from halve.graph import Captured, capture
 from halve.masks.layout import Layout
 from halve.masks.moves import Moves, move_
 from halve.masks.pattern import Pattern
-from halve.modules import clone, kind_of
+from halve.modules import clone
 from halve.permute.equivalence import Equivalence
 from halve.permute.search import best_order
 from halve.permute.trace.axes import Axis, Spans
@@ -332,11 +332,22 @@ def _trace_training_(
 
 
 def _not_run(model: nn.Module, channels: Channels, names: Mapping[int, str]) -> list[str]:
-    """Layers outside the captured graph, such as auxiliary heads."""
-    known = {tensor for (tensor, _), _ in channels.items()}
-    layers = [(name, module._parameters.get("weight")) for name, module in model.named_modules() if kind_of(module)]
-    return [name for name, weight in layers if weight is not None and names[id(weight)] not in known]
+    """Modules with parameters or buffers that no captured operation reads, such as auxiliary heads.
+
+    Such a tensor may be applied to channels when it runs, or select some of them, so these must not move.
+    """
+    found: dict[str, None] = {}
+    for owner, module in model.named_modules():
+        if isinstance(module, nn.modules.loss._Loss):
+            continue  # reads outputs of the model, which do not move
+        for key, tensor in (*module._parameters.items(), *module._buffers.items()):
+            if tensor is None or tensor.numel() < 2 or key in module._non_persistent_buffers_set:
+                continue
+            if names[id(tensor)] not in channels.read:
+                found[owner or key] = None
+    return list(found)
 
 
 def _first_names(model: nn.Module) -> dict[int, str]:
-    return {id(tensor): name for name, tensor in reversed(list(model.named_parameters(remove_duplicate=False)))}
+    named = [*model.named_parameters(remove_duplicate=False), *model.named_buffers(remove_duplicate=False)]
+    return {id(tensor): name for name, tensor in reversed(named)}

@@ -36,6 +36,7 @@ REMAINDERS: tuple[Remainder, ...] = ("skip", "pad", "error")
 Globs = str | Sequence[str]
 PatternRule = str | Pattern | Mapping[str, str | Pattern | None]
 NOT_RUN = "did not run on the data"
+_HEAD = "output head"
 
 
 class SelectOptions(TypedDict, total=False):
@@ -193,7 +194,7 @@ def select(
             return None, None, "no pattern matches it"
         groups = int(getattr(module, "groups", 1))
         if not heads.isdisjoint((name, *owners[_key(module)])) and not named:
-            return None, None, f"output head (also={name!r} masks it)"
+            return None, None, f"{_HEAD} (also={name!r} masks it)"
         if groups > 1 and not named:
             word = "depthwise" if groups == module.in_channels else f"grouped ({groups} groups)"
             return None, None, f"{word} convolution (also={name!r} masks within each group)"
@@ -234,7 +235,7 @@ def _running(
     model: nn.Module, choices: list[Choice], also: tuple[str, ...] | None, data: Any, forward: Forward | None
 ) -> list[Choice]:
     """The choices without masks for layers that do not run on the data, unless they are named."""
-    doubtful = [choice.name for choice in choices if choice.masked and not _match(choice.name, also)]
+    doubtful = [c.name for c in choices if (c.masked or c.reason.startswith(_HEAD)) and not _match(c.name, also)]
     idle = set(doubtful) - layers_that_run(model, doubtful, data, forward)
     return [
         replace(c, pattern=None, layout=None, reason=f"{NOT_RUN} (also={c.name!r} masks it)", shared_with=())

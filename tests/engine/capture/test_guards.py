@@ -21,6 +21,11 @@ from tests.tiny import images
         ("L['x'].size()[0] != 1", True),
         ("L['x'].size()[0] == 3 and L['x'].size()[1] != 1", False),
         ("__import__('os').getpid() > 0", False),
+        ("L['x'].size()[1] * 2 + 1 == 9", True),
+        ("'a' * 2000000000 != 'b'", False),
+        ("L['x'].size() * 50000000 != 3", False),
+        ("'%1500000000d' % 1 != 'b'", False),
+        ("L['x'] * 2 != 3", False),
     ],
 )
 def test_conditions_are_parsed_and_never_executed(condition, holds):

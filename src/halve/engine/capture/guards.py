@@ -14,12 +14,14 @@ from torch import Tensor
 
 from halve.graph import Part, Sizes
 
-_OPERATIONS: dict[type, Callable[[Any, Any], Any]] = {
+_ARITHMETIC: dict[type, Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
     ast.Mult: operator.mul,
     ast.FloorDiv: operator.floordiv,
     ast.Mod: operator.mod,
+}
+_COMPARISONS: dict[type, Callable[[Any, Any], Any]] = {
     ast.Eq: operator.eq,
     ast.NotEq: operator.ne,
     ast.Lt: operator.lt,
@@ -118,19 +120,22 @@ def _read(condition: str) -> Expression:
 def _expression(node: ast.AST) -> Expression:
     """An expression as nested functions, which torch.compile can trace."""
     match node:
-        case ast.Constant(value=int() | str() as value):
+        case ast.Constant(value=int() as value):
             return lambda given: value
         case ast.Name(id="L"):
             return lambda given: given
         case ast.UnaryOp(op=ast.USub() | ast.Not() as sign, operand=operand):
             inner = _expression(operand)
             return (lambda given: -inner(given)) if isinstance(sign, ast.USub) else (lambda given: not inner(given))
-        case (
-            ast.BinOp(left=left, op=operation, right=right)
-            | ast.Compare(left=left, ops=[operation], comparators=[right])
-        ) if type(operation) in _OPERATIONS:
-            apply, first, second = _OPERATIONS[type(operation)], _expression(left), _expression(right)
+        case ast.BinOp(left=left, op=operation, right=right) if type(operation) in _ARITHMETIC:
+            apply, first, second = _ARITHMETIC[type(operation)], _expression(left), _expression(right)
+            return lambda given: apply(_number(first(given)), _number(second(given)))
+        case ast.Compare(left=left, ops=[operation], comparators=[right]) if type(operation) in _COMPARISONS:
+            apply, first, second = _COMPARISONS[type(operation)], _expression(left), _expression(right)
             return lambda given: apply(first(given), second(given))
+        case ast.Subscript(value=container, slice=ast.Constant(value=str() as key)):
+            named = _expression(container)
+            return lambda given: named(given)[key]
         case ast.Subscript(value=container, slice=index):
             whole, place = _expression(container), _expression(index)
             return lambda given: whole(given)[place(given)]
@@ -147,6 +152,13 @@ def _expression(node: ast.AST) -> Expression:
             function, among = _FUNCTIONS[name], [_expression(argument) for argument in arguments]
             return lambda given: function(*(one(given) for one in among))
     raise ValueError(f"unknown expression {ast.dump(node)[:80]}")
+
+
+def _number(value: Any) -> Any:
+    """An operand of arithmetic: a file may multiply texts or sizes until memory is full."""
+    if isinstance(value, str | tuple | list | Mapping | Tensor):
+        raise TypeError(f"arithmetic with a {type(value).__name__}")
+    return value
 
 
 def _size(tensor: Any) -> tuple[int, ...]:

@@ -34,12 +34,15 @@ class Channels:
 
     def __init__(self, captured: Captured) -> None:
         self._dims: dict[tuple[str, int], Spans] = {}
+        self.read: set[str] = set()  # the parameters and buffers that an operation reads
         self.add(captured)
 
     def add(self, captured: Captured) -> None:
         """Also hold for another graph of the same model: what it ties or pins, stays tied or pinned."""
         for part in captured.parts:
             _walk(part, self._dims)
+            held = [node for node in part.graph.nodes if node.op == "placeholder" and node.name in part.tensors]
+            self.read |= {part.tensors[node.name] for node in held if node.users}
 
     def pin(self, reason: str) -> None:
         """Let no channel move."""
