@@ -59,7 +59,7 @@ def export(
     halve export zoo.py:net --weights net.safetensors --masks net.masks.safetensors --dtype float16 --out net.onnx
 
     \b
-    halve export zoo.py:net --weights net.safetensors --masks masks.safetensors --int8 --calibrate photos/ --out net.onnx
+    halve export zoo.py:net --weights net.safetensors --masks masks.safetensors --int8 --calibrate photos --out net.onnx
 
     \b
     halve export zoo.py:net --weights net.safetensors --out dense.onnx     # a dense baseline
