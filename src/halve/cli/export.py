@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Annotated, Any
 
-import torch
 import typer
 
 import halve
@@ -12,6 +11,7 @@ from halve.cli import progress, show
 from halve.cli.output import ONNX, Output, reads
 from halve.export.check_onnx import OnnxCheck, Status
 from halve.export.export import Exported
+from halve.export.int8 import Quantization
 
 EXIT_CODES: dict[Status, int] = {"ok": 0, "failed": 1, "none": 3}
 
@@ -22,7 +22,20 @@ def export(
     out: Annotated[Path, typer.Option(help="File to write: NAME.onnx.")],
     masks: o.OptionalMasks = None,
     weights: o.Weights = None,
-    dtype: Annotated[str | None, typer.Option(help=f"{', '.join(o.DTYPES)} (default: float32).")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help=f"{', '.join(o.DTYPES)} (default: float32, or float16 with --int8).")
+    ] = None,
+    int8: Annotated[bool, typer.Option("--int8", help="Quantise to int8 with Q/DQ nodes; needs --calibrate.")] = False,
+    calibrate: Annotated[
+        str | None, typer.Option(help="With --int8: images to calibrate on, such as a folder; no labels needed.")
+    ] = None,
+    calibration_images: Annotated[
+        int, typer.Option(min=1, help="With --int8: calibrate on this many of them, chosen at random.")
+    ] = 512,
+    max_drop: Annotated[
+        float | None,
+        typer.Option(min=0, max=1, help="With --int8: leave layers in float until at most this agreement is lost."),
+    ] = None,
     data: Annotated[
         str | None, typer.Option(help="Images to compare the file with the masked model on (default: noise).")
     ] = None,
@@ -46,9 +59,12 @@ def export(
     halve export zoo.py:net --weights net.safetensors --masks net.masks.safetensors --dtype float16 --out net.onnx
 
     \b
+    halve export zoo.py:net --weights net.safetensors --masks masks.safetensors --int8 --calibrate photos --out net.onnx
+
+    \b
     halve export zoo.py:net --weights net.safetensors --out dense.onnx     # a dense baseline
     """
-    given = reads(MODEL=model, weights=weights, masks=masks, data=data)
+    given = reads(MODEL=model, weights=weights, masks=masks, data=data, calibrate=calibrate)
     output = Output.open(context, out, ONNX, given, force)
     wanted = o.type_of(dtype)
     opened = o.open_model(model, weights, "cpu", size, resize, mean, std)
@@ -56,10 +72,15 @@ def export(
     example = opened.example()
     if data is not None:
         example = next(iter(opened.data(data, batch=images, workers=0, limit=images).loader))
+    batches = None
+    if calibrate is not None:
+        limit = {"limit": calibration_images, "shuffle": True}
+        batches = opened.data(calibrate, batch=32, workers=0, **limit).loader
     results: list[Exported] = []
 
     def write(path: Path) -> None:
-        options: Any = {"dtype": wanted or torch.float32, "on_changed": on_changed}
+        options: Any = {"dtype": wanted, "on_changed": on_changed}
+        options |= {"int8": int8, "calibrate": batches, "max_drop": max_drop}
         results.append(halve.export(opened.model, read, example, path, force=force, progress=progress.track, **options))
 
     output.write(write)
@@ -71,6 +92,8 @@ def export(
     for note in done.notes:
         show.note(f"note: {note}")
     show.say(f"{done.path}: {show.size(done.size)}, {done.dtype}; {done.compared}")
+    if done.quantization is not None:
+        _show_quantization(done.quantization)
     _show_commands(done.check)
 
 
@@ -112,6 +135,18 @@ def _show(check: OnnxCheck) -> None:
     for name, reason in check.failures.items():
         show.fail(f"{name}: {reason}")
     show.say(f"{check.status}: {check.summary}")
+
+
+def _show_quantization(found: Quantization) -> None:
+    rows = [(name, show.percent(cost), "float" if name in found.left else "int8") for name, cost in found.costs.items()]
+    show.table("what quantisation costs each layer, alone", ("layer", ">error of its output", "stays in"), rows)
+    table = [
+        (name, show.percent(q.agreement), "-" if q.kl is None else f"{q.kl:.4f}", show.percent(q.error))
+        for name, q in found.quality.items()
+    ]
+    title = f"compared with the dense network on {found.held_out} held-out images"
+    show.table(title, ("2:4 network in", ">agreement", ">mean KL", ">output error"), table)
+    show.say(found.summary)
 
 
 def _show_commands(check: OnnxCheck) -> None:

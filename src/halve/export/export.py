@@ -15,6 +15,7 @@ from halve.batches import Progress, check_readable, images_of, tracked
 from halve.errors import FileError, ModelError, OptionError, first_line, listed
 from halve.export import file, packages
 from halve.export.check_onnx import OnnxCheck, checked, shapes_of
+from halve.export.int8 import CalibrationImages, Quantization, Quantizer
 from halve.export.network import Network, add_metadata_, outputs_of, prepared
 from halve.export.runtime import Session
 from halve.masks.apply import OnChanged, apply
@@ -38,7 +39,7 @@ class Exported:
     Args:
         path: The file.
         size: Its size in bytes, including external data.
-        dtype: What it computes in: "float32", "float16", "bfloat16", or "int8" where layers are quantised.
+        dtype: What it computes in: "float32", "float16", "bfloat16", or "int8, float16" if layers are quantised.
         inputs: The shape of each input by its name; None is a size that may vary.
         outputs: The names of its outputs.
         difference: The largest difference of an output to what `apply` returns, relative to the largest value of that
@@ -46,6 +47,7 @@ class Exported:
         images: The number of images that were compared.
         check: What `check_onnx` finds in the file.
         notes: What the user should know.
+        quantization: What int8 did to the network; None without int8.
     """
 
     path: Path
@@ -57,6 +59,7 @@ class Exported:
     images: int
     check: OnnxCheck = field(repr=False)
     notes: tuple[str, ...] = ()
+    quantization: Quantization | None = None
 
     @property
     def compared(self) -> str:
@@ -77,11 +80,13 @@ class Exported:
             "difference": self.difference,
             "images": self.images,
             "notes": list(self.notes),
+            "quantization": None if self.quantization is None else self.quantization.as_json(),
             "check": self.check.as_json(),
         }
 
     def __str__(self) -> str:
-        return "\n".join([str(self.check), *(f"note: {note}" for note in self.notes), f"{self.path}: {self.compared}"])
+        lines = [str(self.check), *(f"note: {note}" for note in self.notes), f"{self.path}: {self.compared}"]
+        return "\n".join([*lines, *([] if self.quantization is None else [self.quantization.summary])])
 
 
 @preserved_process_state()
@@ -91,7 +96,10 @@ def export(
     example: Any,
     path: str | Path,
     *,
-    dtype: torch.dtype = torch.float32,
+    dtype: torch.dtype | None = None,
+    int8: bool = False,
+    calibrate: Any = None,
+    max_drop: float | None = None,
     on_changed: OnChanged = "warn",
     force: bool = False,
     progress: Progress = True,
@@ -111,8 +119,14 @@ def export(
         masks: Its masks; None exports the model as it is, such as a dense baseline.
         example: Images to compare on, or a tuple of inputs. They fix the image size, not the batch size.
         path: The file to write. Weights beyond 2 GB go to `PATH.data` beside it.
-        dtype: torch.float32 (default), torch.float16 or torch.bfloat16: what the weights and inputs of the file are,
-            and what TensorRT computes in.
+        dtype: torch.float32, torch.float16 or torch.bfloat16: what the weights and inputs of the file are, and what
+            TensorRT computes in. Default: float32, or float16 with `int8`.
+        int8: Quantise convolutions and matrix products to int8 with Q/DQ nodes, symmetrically and with zero point 0, so
+            that every zero stays a zero. Everything else stays in `dtype`. Default: False.
+        calibrate: With `int8`, images of one size to find the ranges of activations: a few hundred, without labels. A
+            quarter of them is held out to choose and to measure on.
+        max_drop: With `int8`, leave the costliest layers in `dtype` until at most this share of the predictions is lost
+            compared with the masked model (or this relative error of outputs, if they are not class scores).
         on_changed: What to do if the weights are not those the masks were made for: "warn" (default), "error" or
             "ignore".
         force: Replace an existing file, whatever it is. Default: only a file that `export` wrote.
@@ -130,8 +144,8 @@ def export(
     """
     packages.check_exporter()
     path = Path(path)
-    if dtype not in DTYPES:
-        raise OptionError(f"dtype must be one of {listed(DTYPES)}, got {dtype!r}")
+    chosen = dtype or (torch.float16 if int8 else torch.float32)
+    _check_options(chosen, int8, calibrate, max_drop)
     if not force:
         _check_old(path)
     model = unwrapped(model)
@@ -141,38 +155,60 @@ def export(
     convert_(masked, torch.float32, torch.device("cpu"))
     inputs = _inputs(example)
     reference = outputs_of(masked, inputs)
-    [written] = (
-        _write(path, prepared(masked, given), reference, masks, dtype)
-        for given in tracked([inputs], progress, "exporting the network")
-    )
-    return written
+    quantizer = Quantizer(CalibrationImages.of(calibrate), model, max_drop, progress) if int8 else None
+    [network] = (prepared(masked, given) for given in tracked([inputs], progress, "exporting the network"))
+    return _write(path, network, reference, masks, chosen, quantizer)
+
+
+def _check_options(dtype: torch.dtype, int8: bool, calibrate: Any, max_drop: float | None) -> None:
+    if dtype not in DTYPES:
+        raise OptionError(f"dtype must be one of {listed(DTYPES)}, got {dtype!r}")
+    if int8 and calibrate is None:
+        raise OptionError("int8=True needs images to calibrate on: pass calibrate=, a few hundred without labels")
+    if int8 and dtype == torch.bfloat16:
+        raise OptionError("int8=True needs dtype float16 or float32: onnxruntime cannot run bfloat16 to compare")
+    if not int8 and (calibrate is not None or max_drop is not None):
+        raise OptionError("calibrate= and max_drop= are for int8=True")
+    if max_drop is not None and not 0 <= max_drop <= 1:
+        raise OptionError(f"max_drop must be between 0 and 1, got {max_drop}")
 
 
 def _write(
-    path: Path, network: Network, reference: list[Tensor], masks: MaskSet | None, dtype: torch.dtype
+    path: Path,
+    network: Network,
+    reference: list[Tensor],
+    masks: MaskSet | None,
+    dtype: torch.dtype,
+    quantizer: Quantizer | None,
 ) -> Exported:
     network.check_fits(dtype)
     if dtype == torch.float16 and not _finite_like(network.outputs(dtype), reference):
         raise ModelError("the network overflows float16 on the example: export it in float32 or bfloat16")
     proto = network.to_onnx(dtype)
     name = str(dtype).removeprefix("torch.")
+    quantization = None
+    if quantizer is not None:
+        quantization = quantizer.quantize_(proto, name, network.to_onnx(torch.float32))
+        name = f"int8, {name}"
     add_metadata_(proto, {"format": file.FORMAT, "version": VERSION, "dtype": name})
     if masks is not None:
-        layers = [name for name, mask in masks.items() if _is_2_4(mask)]
+        layers = [layer for layer, mask in masks.items() if _is_2_4(mask)]
         add_metadata_(proto, {"masks": checksum(masks), "layers": layers})
     with tempfile.TemporaryDirectory() as folder:  # nothing gets the name of the file before it is proven
         trial = file.read(file.write(Path(folder) / path.name, proto))
-        compared = _compared(trial, network.inputs, reference, dtype)
+        difference, images, notes = _compared(trial, network.inputs, reference, dtype, quantizer is None)
+        if quantizer is not None and quantization is not None:
+            quantization = quantization.with_quality("int8", quantizer.quality(trial.path))
         _check_layers(checked(trial))
         file.copy(trial.path, path)
     opened = file.read(path)
-    check = checked(opened)
     outputs = tuple(value.name for value in opened.model.graph.output)
-    return Exported(path, opened.size, name, shapes_of(opened), outputs, *compared[:2], check, compared[2])
+    about = (path, opened.size, name, shapes_of(opened), outputs, difference, images)
+    return Exported(*about, checked(opened), notes, quantization)
 
 
 def _compared(
-    trial: file.OnnxFile, inputs: tuple[Tensor, ...], reference: list[Tensor], dtype: torch.dtype
+    trial: file.OnnxFile, inputs: tuple[Tensor, ...], reference: list[Tensor], dtype: torch.dtype, exact: bool
 ) -> tuple[float | None, int, tuple[str, ...]]:
     """The difference of a file to the masked model, on how many images, and what to note about it."""
     onnx, notes = packages.onnx(), []
@@ -193,7 +229,7 @@ def _compared(
     if not _finite_like([x[:images] for x in got], [x[:images] for x in reference]):
         raise ModelError(f"the file computes NaN or infinity in {dtype} where the model does not")
     difference = _difference(got, reference, images)
-    if dtype == torch.float32 and difference > _TOLERANCE:
+    if exact and dtype == torch.float32 and difference > _TOLERANCE:
         raise ModelError(
             f"the file does not compute what the model computes: outputs differ by {difference:.1e} of the largest; "
             f"the model may be random, or depend on more than its inputs"

@@ -260,4 +260,4 @@ def _shown(name: str) -> str:
 
 def from_numpy(array: NDArray[Any], name: str) -> Any:
     """A tensor to put into a graph."""
-    return packages.onnx().numpy_helper.from_array(np.ascontiguousarray(array), name)
+    return packages.onnx().numpy_helper.from_array(np.asarray(array, order="C"), name)  # also of no dimension

@@ -17,14 +17,14 @@ _QUIET = 3  # errors only: onnxruntime logs to standard error
 class Session:
     """A model that is ready to run."""
 
-    def __init__(self, source: Path | bytes, *, optimize: bool = True) -> None:
+    def __init__(self, source: Path | bytes) -> None:
         onnxruntime = packages.onnxruntime()
         onnxruntime.set_default_logger_severity(_QUIET)
         options = onnxruntime.SessionOptions()
         options.log_severity_level = _QUIET
         options.intra_op_num_threads = torch.get_num_threads()
-        if not optimize:
-            options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_DISABLE_ALL
+        # Q/DQ as the file has it: fused int8 kernels of some CPUs saturate, and give other results
+        options.add_session_config_entry("session.disable_quant_qdq", "1")
         given: Any = str(source) if isinstance(source, Path) else source
         try:
             self._session = onnxruntime.InferenceSession(given, options, providers=["CPUExecutionProvider"])

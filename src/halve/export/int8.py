@@ -1,0 +1,293 @@
+"""Quantise a network to int8 with 2:4 weights: calibrate, choose a method, and leave in float what costs too much."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halve.agreement import compare
+from halve.batches import Progress, images_of, iterate, tracked
+from halve.errors import DataError, ModelError
+from halve.export import packages
+from halve.export.calibration import METHODS, limits, measured
+from halve.export.network import outputs_of
+from halve.export.quantize import Quantizable, activations_of, quantizable, quantize_
+from halve.export.runtime import Session
+from halve.modules import clone, convert_
+
+LEAST_IMAGES = 8
+_HELD_OUT = 0.25  # of the images, to choose on
+_MOST_HELD_OUT = 128
+_BATCH = 8
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How far outputs agree with those of a reference.
+
+    Args:
+        agreement: The share of images with the same top-1 class; None if the outputs are not class scores.
+        kl: The mean KL divergence of class probabilities; None if the outputs are not class scores.
+        error: The norm of the difference, relative to the norm of the reference.
+    """
+
+    agreement: float | None
+    kl: float | None
+    error: float
+
+    @classmethod
+    def of(cls, outputs: Tensor, reference: Tensor) -> "Quality":
+        outputs, reference = outputs.double(), reference.double()
+        error = float((outputs - reference).norm() / reference.norm().clamp(min=1e-30))
+        if reference.dim() != 2 or reference.shape[1] < 2:
+            return cls(None, None, error)
+        counted = compare(outputs, reference)
+        return cls(counted.share, counted.kl, error)
+
+    @property
+    def distance(self) -> float:
+        """The smaller, the closer."""
+        return self.error if self.kl is None else self.kl
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """What quantisation did to a network.
+
+    Args:
+        method: How activation ranges were chosen: the best of `METHODS` on images that were not calibrated on.
+        distances: The distance to the masked network by method: KL divergence, or the relative error of outputs.
+        costs: For each layer the relative error of its output when it alone is quantised, the largest first.
+        left: Layers that stay in float, since they cost too much or cannot be quantised.
+        drop: What agreement is lost to the masked network in float; the relative error if outputs are not class scores.
+        quality: Agreement with the dense network, of the masked one in "float32", in the file's dtype and in "int8".
+        images: The number of images that were calibrated on.
+        held_out: The number of images that were measured on.
+    """
+
+    method: str
+    distances: dict[str, float]
+    costs: dict[str, float]
+    left: tuple[str, ...]
+    drop: float
+    quality: Mapping[str, Quality]
+    images: int
+    held_out: int
+
+    def with_quality(self, name: str, quality: Quality) -> "Quantization":
+        """The same, with the agreement of one more network."""
+        return replace(self, quality={**self.quality, name: quality})
+
+    @property
+    def summary(self) -> str:
+        """The outcome in one line."""
+        measure = (
+            "agreement with the dense network" if self._agrees else "relative error of the dense network's outputs"
+        )
+        values = {name: q.error if q.agreement is None else q.agreement for name, q in self.quality.items()}
+        shown = ", ".join(f"{name} {100 * value:.1f} %" for name, value in values.items())
+        quantized = len(self.costs) - len(self.left)
+        return (
+            f"{quantized} of {len(self.costs)} layers in int8, ranges by {self.method}; "
+            f"{measure} on {self.held_out} held-out images: {shown}"
+        )
+
+    @property
+    def _agrees(self) -> bool:
+        return all(quality.agreement is not None for quality in self.quality.values())
+
+    def as_json(self) -> dict[str, Any]:
+        """The outcome as JSON values."""
+        return {
+            **{key: getattr(self, key) for key in ("method", "distances", "costs", "drop", "images", "held_out")},
+            "left": list(self.left),
+            "quality": {name: vars(quality) for name, quality in self.quality.items()},
+        }
+
+
+@dataclass(frozen=True)
+class CalibrationImages:
+    """Images to calibrate on, and others to choose and measure on."""
+
+    calibration: Tensor
+    held_out: Tensor
+
+    @classmethod
+    def of(cls, data: Any) -> "CalibrationImages":
+        """Read all images of some data."""
+        parts = [images_of(batch) for batch in iterate(data)]
+        if not all(isinstance(part, Tensor) for part in parts) or len({tuple(part.shape[1:]) for part in parts}) > 1:  # type: ignore[union-attr]
+            raise DataError("calibration images must all have one size: pass tensors of images")
+        images = torch.cat(parts).detach().cpu().float()  # type: ignore[arg-type]
+        if len(images) < LEAST_IMAGES:
+            raise DataError(
+                f"calibration needs at least {LEAST_IMAGES} images, got {len(images)}; a few hundred are good"
+            )
+        count = min(max(LEAST_IMAGES // 2, round(_HELD_OUT * len(images))), _MOST_HELD_OUT)
+        return cls(images[:-count], images[-count:])
+
+
+class Quantizer:
+    """Quantises networks on the same images, within the same budget."""
+
+    def __init__(
+        self,
+        images: CalibrationImages,
+        dense: nn.Module,
+        max_drop: float | None = None,
+        progress: Progress | None = None,
+    ) -> None:
+        """Run the dense network, which everything is compared with.
+
+        Args:
+            images: What to calibrate and measure on.
+            dense: The dense network. It is not changed.
+            max_drop: Leave the costliest layers in float until at most this is lost; None quantises all.
+            progress: Wraps loops that take long.
+        """
+        self.images, self.max_drop, self.progress = images, max_drop, progress
+        network = clone(dense).eval()
+        convert_(network, torch.float32, torch.device("cpu"))
+        self.dense = torch.cat([outputs_of(network, (batch,))[0] for batch in images.held_out.split(_BATCH)])
+
+    def outputs(self, source: Path | bytes) -> Tensor:
+        """The first output of a file for the held-out images."""
+        session = Session(source)
+        batches = tracked(self.images.held_out.split(_BATCH), self.progress, "measuring")
+        return torch.cat([session.run([batch], session.outputs[:1])[0].float() for batch in batches])
+
+    def quality(self, source: Path | bytes) -> Quality:
+        """How far a file agrees with the dense network."""
+        return Quality.of(self.outputs(source), self.dense)
+
+    def quantize_(self, model: Any, dtype: str, exact: Any) -> Quantization:
+        """Quantise a model in place.
+
+        Args:
+            model: The network in the dtype of the file.
+            dtype: The name of that dtype.
+            exact: The same network in float32.
+        """
+        in_float = {"float32": exact} | ({} if dtype == "float32" else {dtype: model})
+        quality = {name: self.quality(one.SerializeToString()) for name, one in in_float.items()}
+        trials = _Trials(self, exact)
+        method, kept, found = trials.best()
+        if kept:
+            quantize_(model, kept, limits(trials.histograms, method))
+        return replace(found, quality=quality)
+
+
+class _Trials:
+    """One network, quantised in various degrees."""
+
+    def __init__(self, quantizer: Quantizer, exact: Any) -> None:
+        self._quantizer, self._exact, self._progress = quantizer, exact, quantizer.progress
+        self.layers = quantizable(exact)
+        if not self.layers:
+            raise ModelError("the network has no layer that can be quantised: no convolution or product with a weight")
+        batches = tracked(quantizer.images.calibration.split(_BATCH), self._progress, "calibrating")
+        self.histograms = measured(exact, activations_of(exact, self.layers), batches)
+        self._masked = quantizer.outputs(exact.SerializeToString())
+
+    def best(self) -> tuple[str, list[Quantizable], Quantization]:
+        """The method, the layers to quantise, and what that does."""
+        tried = {method: Quality.of(self._quantized(self.layers, method), self._masked) for method in METHODS}
+        method = min(tried, key=lambda name: tried[name].distance)
+        costs = self._costs(method)
+        kept = sorted(self.layers, key=lambda layer: -costs[layer.name])
+        drop, budget = self._drop(kept, method), self._quantizer.max_drop
+        ordered = {layer.name: costs[layer.name] for layer in kept}
+        if budget is not None and drop > budget:
+            kept, drop = self._within(kept, method, budget)
+        chosen = {layer.name for layer in kept}
+        left = tuple(layer.name for layer in self.layers if layer.name not in chosen)
+        distances = {name: quality.distance for name, quality in tried.items()}
+        images = self._quantizer.images
+        return (
+            method,
+            kept,
+            Quantization(method, distances, ordered, left, drop, {}, len(images.calibration), len(images.held_out)),
+        )
+
+    def _within(self, order: list[Quantizable], method: str, max_drop: float) -> tuple[list[Quantizable], float]:
+        """The layers that can be quantised within a budget: as few of the costliest as possible stay in float."""
+        low, high = 1, len(order)  # with all of them in float, nothing is lost
+        while low < high:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._drop(order[middle:], method) <= max_drop else (middle + 1, high)
+        return order[low:], self._drop(order[low:], method)
+
+    def _drop(self, layers: Sequence[Quantizable], method: str) -> float:
+        outputs = self._quantized(layers, method)
+        dense = self._quantizer.dense
+        ours, masked = Quality.of(outputs, dense), Quality.of(self._masked, dense)
+        if ours.agreement is None or masked.agreement is None:
+            return Quality.of(outputs, self._masked).error
+        return max(0.0, masked.agreement - ours.agreement)
+
+    def _quantized(self, layers: Sequence[Quantizable], method: str) -> Tensor:
+        """The outputs for the held-out images with some layers quantised."""
+        if not layers:
+            return self._masked
+        copy = packages.onnx().ModelProto()
+        copy.CopyFrom(self._exact)
+        quantize_(copy, layers, limits(self.histograms, method))
+        return self._quantizer.outputs(copy.SerializeToString())
+
+    def _costs(self, method: str) -> dict[str, float]:
+        """The relative error of each layer's output when it alone is quantised, from one run over some images."""
+        session = Session(self._with_errors(method))
+        images = self._quantizer.images.held_out[: 2 * _BATCH]
+        names = [f"{layer.name}/{what}" for layer in self.layers for what in ("error", "norm")]
+        totals = torch.zeros(len(names), dtype=torch.float64)
+        for batch in tracked(images.split(_BATCH), self._progress, "cost of each layer"):
+            totals += torch.stack([value.double().reshape(()) for value in session.run([batch], names)])
+        errors = (totals[0::2] / totals[1::2].clamp(min=1e-30)).sqrt().tolist()
+        return {layer.name: error for layer, error in zip(self.layers, errors, strict=True)}
+
+    def _with_errors(self, method: str) -> bytes:
+        """The exact network, with each layer's squared error when it is quantised, and its squared norm, as outputs."""
+        onnx, chosen = packages.onnx(), limits(self.histograms, method)
+        helper = onnx.helper
+        model = onnx.ModelProto()
+        model.CopyFrom(self._exact)
+        by_name = {node.name: node for node in self._exact.graph.node}
+        single = onnx.ModelProto()
+        for layer in self.layers:
+            single.CopyFrom(self._exact)
+            del single.graph.node[:]
+            single.graph.node.append(by_name[layer.name])
+            del single.graph.initializer[:]
+            own = [tensor for tensor in self._exact.graph.initializer if tensor.name in by_name[layer.name].input]
+            single.graph.initializer.extend(own)
+            single.graph.input.append(helper.make_empty_tensor_value_info(layer.activation))
+            quantize_(single, [layer], chosen)
+            prefix, shared = f"{layer.name}//", {layer.activation}
+            for tensor in single.graph.initializer:
+                tensor.name = prefix + tensor.name
+                model.graph.initializer.append(tensor)
+            for node in single.graph.node:
+                for place in (node.input, node.output):
+                    for i, name in enumerate(place):
+                        place[i] = name if name in shared or not name else prefix + name
+                node.name = prefix + node.name
+                model.graph.node.append(node)
+            output = by_name[layer.name].output[0]
+            model.graph.node.extend(
+                [
+                    helper.make_node("Sub", [output, prefix + output], [f"{layer.name}/difference"]),
+                    helper.make_node(
+                        "ReduceSumSquare", [f"{layer.name}/difference"], [f"{layer.name}/error"], keepdims=0
+                    ),
+                    helper.make_node("ReduceSumSquare", [output], [f"{layer.name}/norm"], keepdims=0),
+                ]
+            )
+            for what in ("error", "norm"):
+                model.graph.output.append(
+                    helper.make_tensor_value_info(f"{layer.name}/{what}", onnx.TensorProto.FLOAT, [])
+                )
+        content: bytes = model.SerializeToString()
+        return content

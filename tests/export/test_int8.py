@@ -1,0 +1,136 @@
+import numpy as np
+import onnx
+import pytest
+import torch
+from onnx import TensorProto, numpy_helper
+from torch import nn
+
+import halve
+from halve.errors import DataError, ModelError, OptionError
+from halve.export.int8 import CalibrationImages, Quality
+from halve.export.quantize import quantized_weight
+from tests.export.nets import images, initializer, residual
+from tests.export.test_judge import agrees
+from tests.untouched import untouched
+
+
+@pytest.fixture(scope="module")
+def quantized(tmp_path_factory):
+    model = residual()
+    masks = halve.prune(model, also="point")
+    path = tmp_path_factory.mktemp("int8") / "net.onnx"
+    data = images(48)
+    with untouched(model):
+        done = halve.export(model, masks, images(), path, int8=True, calibrate=data)
+    return model, masks, done
+
+
+def test_every_zero_is_a_zero_in_the_file(quantized):
+    model, masks, done = quantized
+    sparse, proto = halve.apply(model, masks), onnx.load(done.path)
+    for name in masks:
+        stored = initializer(proto, f"{name}.weight/int8")
+        assert stored.data_type == TensorProto.INT8
+        values = numpy_helper.to_array(stored)
+        assert not values[sparse.get_submodule(name).weight.detach().numpy() == 0].any()
+        assert np.abs(values.astype(int)).max() == 127  # each output channel uses the whole range
+        assert not numpy_helper.to_array(initializer(proto, f"{name}.weight/zero")).any()
+    assert {layer.dtype for layer in done.check.layers} == {"int8"}
+    assert [layer.name for layer in done.check.eligible] == ["body", "point"]
+    assert not any(tensor.name == "body.weight" for tensor in proto.graph.initializer)
+    assert agrees(done.path) == 2
+
+
+def test_layers_and_both_inputs_of_sums_are_quantised_in_float16(quantized):
+    proto = onnx.load(quantized[2].path)
+    produced = {node.output[0]: node.op_type for node in proto.graph.node}
+    for node in proto.graph.node:
+        if node.op_type == "Add":
+            assert [produced[name] for name in node.input] == ["DequantizeLinear"] * 2
+        if node.op_type in ("Conv", "Gemm"):
+            assert [produced[name] for name in node.input[:2]] == ["DequantizeLinear"] * 2
+    for tensor in proto.graph.initializer:
+        if tensor.name.endswith("/scale"):
+            assert tensor.data_type == TensorProto.FLOAT16
+            assert (numpy_helper.to_array(tensor) > 0).all()
+        if tensor.name.endswith("/zero"):
+            assert not numpy_helper.to_array(tensor).any()
+    assert proto.graph.input[0].type.tensor_type.elem_type == TensorProto.FLOAT16
+
+
+def test_what_it_costs_is_measured_beside_float(quantized):
+    found = quantized[2].quantization
+    assert (found.images, found.held_out) == (36, 12)
+    assert list(found.quality) == ["float32", "float16", "int8"]
+    assert found.quality["int8"].error < found.quality["float32"].error + 0.02
+    assert found.quality["float16"].error == pytest.approx(found.quality["float32"].error, abs=1e-3)
+    assert min(found.distances, key=found.distances.get) == found.method
+    assert sorted(found.costs) == ["body", "head", "point", "stem"]
+    assert list(found.costs.values()) == sorted(found.costs.values(), reverse=True)
+    assert all(0 < cost < 0.05 for cost in found.costs.values())
+    assert found.left == ()
+    assert "4 of 4 layers in int8" in str(quantized[2])
+
+
+def test_costs_are_those_of_each_layer_alone(quantized):
+    model, masks, done = quantized
+    held_out = images(48)[36:]
+    sparse = halve.apply(model, masks)
+    seen = {}
+    sparse.head.register_forward_hook(lambda module, args, output: seen.update(x=args[0], y=output))
+    with torch.no_grad():
+        sparse(held_out)
+    proto = onnx.load(done.path)
+    scale = float(numpy_helper.to_array(initializer(proto, "mean/scale")))
+    x = torch.clamp(torch.round(seen["x"] / scale), -128, 127) * scale
+    weight, scales = quantized_weight(sparse.head.weight.detach().numpy(), 0, np.float32)
+    y = x @ torch.from_numpy(weight * scales[:, None]).T + sparse.head.bias.detach()
+    assert done.quantization.costs["head"] == pytest.approx(float((y - seen["y"]).norm() / seen["y"].norm()), rel=0.1)
+
+
+def test_layers_that_cost_too_much_stay_in_float(tmp_path):
+    model = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Conv2d(8, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 1)).eval()
+    data, path = images(16), tmp_path / "net.onnx"
+    free = halve.export(model, None, images(), path, int8=True, calibrate=data).quantization
+    done = halve.export(model, None, images(), path, int8=True, calibrate=data, max_drop=free.drop / 1.5)
+    assert free.left == ()
+    assert 0 < done.quantization.drop <= free.drop / 1.5  # outputs are no class scores: their relative error counts
+    left = done.quantization.left
+    assert 0 < len(left) < 3
+    assert set(left) == set(list(done.quantization.costs)[: len(left)])  # the costliest
+    assert {layer.name for layer in done.check.layers if layer.dtype == "float16"} == set(left)
+
+
+def test_weights_are_covered_by_scales_of_any_dtype():
+    for dtype in (np.float32, np.float16):
+        weight = np.random.default_rng(0).normal(size=(64, 32)).astype(dtype) * np.logspace(-5, 1, 64)[:, None]
+        weight[3] = 0
+        stored, scale = quantized_weight(weight.astype(dtype), 0, dtype)
+        assert scale.dtype == dtype
+        assert not stored[3].any()
+        error = np.abs(stored * scale[:, None].astype(float) - weight.astype(dtype).astype(float))
+        assert (error <= 0.51 * scale[:, None].astype(float) + 1e-12).all()
+
+
+def test_scores_are_compared_as_classes_and_others_by_their_error():
+    scores = torch.tensor([[3.0, 1.0], [0.0, 2.0]])
+    assert Quality.of(scores.flip(1), scores).agreement == 0
+    assert Quality.of(scores[:, :1], scores[:, :1]) == Quality(None, None, 0.0)
+
+
+def test_bad_calibration_is_an_error(tmp_path):
+    model, path = residual(), tmp_path / "net.onnx"
+    with pytest.raises(OptionError, match="needs images to calibrate on"):
+        halve.export(model, None, images(), path, int8=True)
+    with pytest.raises(OptionError, match="are for int8=True"):
+        halve.export(model, None, images(), path, max_drop=0.1)
+    with pytest.raises(OptionError, match="max_drop must be between 0 and 1"):
+        halve.export(model, None, images(), path, int8=True, calibrate=images(9), max_drop=2)
+    with pytest.raises(OptionError, match="float16 or float32"):
+        halve.export(model, None, images(), path, int8=True, calibrate=images(9), dtype=torch.bfloat16)
+    with pytest.raises(DataError, match="at least 8 images, got 3"):
+        CalibrationImages.of(images(3))
+    with pytest.raises(DataError, match="one size"):
+        CalibrationImages.of([images(8), images(8, 9)])
+    with pytest.raises(ModelError, match="no layer that can be quantised"):
+        halve.export(nn.Flatten(), None, images(), path, int8=True, calibrate=images(9))
