@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from halve.batches import Progress
 from halve.certify.certificate import Certificate
-from halve.certify.crown import Bounds
+from halve.certify.crown import proven_margin
 from halve.certify.proofs import EXACT, Pair, Proof, described, prove
 from halve.certify.rounding import UNIT, Interval
 from halve.errors import DataError
@@ -34,7 +34,7 @@ def region(
     def one(image: Tensor, label: int) -> Proof:
         near, margin = box(image, eps, mean, std), float("inf")
         for name in ("masked", "dense"):
-            margin = min(margin, Bounds(pair[name], near).margin(label, optimise))
+            margin = min(margin, proven_margin(pair[name], near, {}, label, optimise)[0])
             if margin <= 0:
                 break
         return Proof(label, margin, agree=True)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from halve.batches import Progress
 from halve.certify.certificate import Certificate
 from halve.certify.changes import WeightBox
-from halve.certify.crown import Bounds
+from halve.certify.crown import proven_margin
 from halve.certify.proofs import EXACT, Pair, Proof, described, prove
 from halve.certify.rounding import Interval
 from halve.errors import OptionError, listed
@@ -50,9 +50,8 @@ def reuse(
         point, found, assumed = Interval(image, image), math.inf, ""
         for network in ("masked", "dense") if also_dense else ("masked",):
             changes = {name: WeightBox(u * units[network][name]) for name in names}
-            bounds = Bounds(pair[network], point, changes)
-            assumed = assumed or bounds.assumed
-            found = min(found, bounds.margin(label, optimise))
+            one, rounding = proven_margin(pair[network], point, changes, label, optimise)
+            found, assumed = min(found, one), assumed or rounding
             if not found > 0:
                 break
         return found, assumed
