@@ -4,8 +4,8 @@
     python experiments/certify.py ASSETS MASKS --list
 
 ASSETS has the layout of one_shot.py. MASKS is a folder for the networks and masks that are made on first use: digits
-and ResNet-20 with learned masks, ResNet-50 with the largest weights and recalibrated statistics. A run continues where an
-earlier one stopped, image by image. Writes one record per run to experiments/results/certify.json.
+and ResNet-20 with learned masks, ResNet-50 with the largest weights and recalibrated statistics. A run continues where
+an earlier one stopped, image by image. Writes one record per run to experiments/results/certify.json.
 """
 
 import argparse

@@ -9,7 +9,7 @@ from torch import Tensor
 from halve.certify.operators import Change, Layer
 from halve.certify.rounding import Interval, gamma
 
-_MOST = 1 << 26  # numbers at a time, to bound the memory
+_MOST = 1 << 19  # numbers at a time, about as many as fit into a cache
 
 
 @dataclass(frozen=True, eq=False)

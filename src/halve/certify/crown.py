@@ -17,7 +17,7 @@ from halve.certify.network import Network
 from halve.certify.operators import Change, Layer, ReLU
 from halve.certify.rounding import UNIT, Interval, around, dot, total
 
-_ROWS = 1 << 24  # coefficients at a time, to bound the memory
+_ROWS = 1 << 21  # coefficients at a time, about as many as fit into a cache
 TOLERANCE = 1e-9  # of the largest value of a node
 _FEW = 32  # classes
 _STEPS, _RATE = 20, 0.1  # of optimising slopes
@@ -111,7 +111,7 @@ class Bounds:
 
     @property
     def _largest(self) -> int:
-        return max(value.low.numel() for value in self.values)
+        return max((x.low.numel() for x, fixed in zip(self.values, self.fixed, strict=True) if not fixed), default=1)
 
     def lower(self, rows: Tensor, place: int = -1, slopes: Mapping[int, Tensor] | None = None) -> Tensor:
         """A lower bound of rows . value of a node, the last by default.

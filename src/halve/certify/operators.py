@@ -21,6 +21,7 @@ from torch import Tensor
 
 from halve.certify.rounding import UNIT, Interval, around, dot, gamma
 
+_SMALL = 1 << 18  # products of the numbers of inputs and outputs
 Lines = tuple[Tensor, Tensor, Tensor, Tensor]  # slope and intercept below, slope and intercept above
 Step = tuple[list[Tensor], Tensor]
 
@@ -233,6 +234,7 @@ class Convolution(Layer):
         flat = None if bias is None else bias.reshape(-1, *[1] * spatial)
         super().__init__(name, weight, flat, terms)
         self._stride, self._padding = list(stride) * (spatial // len(stride)), list(padding) * (spatial // len(padding))
+        self._matrix: Tensor | None = None
         self._dilation, self._groups, self._spatial = list(dilation) * (spatial // len(dilation)), groups, spatial
 
     def apply_weight(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -242,6 +244,11 @@ class Convolution(Layer):
         )
 
     def transpose(self, rows: Tensor, shape: torch.Size) -> Tensor:
+        if shape.numel() * rows[0].numel() <= _SMALL:  # a matrix product is faster, although most of it is zeros
+            if self._matrix is None or len(self._matrix) != shape.numel():
+                units = torch.eye(shape.numel(), dtype=rows.dtype, device=rows.device)
+                self._matrix = self.apply(units.reshape(-1, *shape)).flatten(1)
+            return (rows.flatten(1) @ self._matrix.T).reshape(len(rows), *shape)
         like = rows.new_empty(1).expand(len(rows), *shape)
         none, mask = [0] * self._spatial, [True, False, False]
         found = torch.ops.aten.convolution_backward(
