@@ -31,3 +31,16 @@ def test_certify_compares_an_updated_checkpoint_and_refuses_three_masks(halve, n
     three = [option for _ in range(3) for option in ("--masks", masks)]
     assert "one file, or two" in halve("certify", *net, *three, "--data", "photos", code=2).err
     assert "needs masks" in halve("certify", *net, "--data", "photos", code=2).err
+
+
+def test_proofs_for_single_images_are_written_and_checked(halve, net, folder):
+    halve("prune", *net, "--pattern", "4:4", "--out", "all.masks.safetensors")
+    arguments = ("certify", *net, "--masks", "all.masks.safetensors", "--data", "photos", "--images", "1")
+    region = halve(*arguments, "--region", "0.001/255", "--out", "region.certificate.json")
+    assert "every change of at most 0.001/255 per pixel leaves the class unchanged" in region.out
+    assert "holds: computed again" in halve(*arguments, "--check", "region.certificate.json").out
+    reuse = halve(*arguments, "--reuse", "radius", "--layers", "head", "--json").json
+    assert reuse["result"]["median_radius"] > 0
+    vacuous = halve(*arguments, "--reuse", "10", code=1)
+    assert "Nothing is proven" in vacuous.out
+    assert "--region must be a number" in halve(*arguments, "--region", "two", code=2).err

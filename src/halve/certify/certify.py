@@ -1,7 +1,9 @@
 """Certify what masks do not change."""
 
+import math
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from torch import nn
 
@@ -9,11 +11,16 @@ from halve.batches import Forward, Progress
 from halve.certify import flips
 from halve.certify.certificate import Certificate
 from halve.certify.digests import digest_of_masks, digest_of_model
+from halve.certify.region import region as certify_region
+from halve.certify.reuse import reuse as certify_reuse
+from halve.certify.rounding import exact_convolutions
 from halve.errors import CertificateError, OptionError, listed
-from halve.masks.apply import OnChanged, apply, check_dense
+from halve.masks.apply import OnChanged, applied_in_checkpoint_order, apply, check_dense
 from halve.masks.mask import MaskSet
 from halve.modules import check_initialised, clone, unwrapped
 from halve.process_state import preserved_process_state
+
+_CLOSE = 1e-6  # how far recomputed margins may differ, relative to 1 + their size: other machines round differently
 
 
 @preserved_process_state()
@@ -27,14 +34,26 @@ def certify(
     by: flips.By | None = None,
     against: MaskSet | None = None,
     reference: nn.Module | None = None,
+    region: float | None = None,
+    mean: Sequence[float] | None = None,
+    std: Sequence[float] | None = None,
+    reuse: float | Literal["radius"] | None = None,
+    relative: bool = True,
+    layers: Sequence[str] | str | None = None,
+    also_dense: bool = False,
+    optimise: bool = True,
     check: Certificate | str | Path | None = None,
     forward: Forward | None = None,
     progress: Progress = True,
     on_changed: OnChanged = "warn",
 ) -> Certificate:
-    """Certify how often a masked network predicts what the dense one predicts, from images without labels.
+    """Certify what masks do not change, from images without labels.
 
-    The bound is exact (binomial) and holds for any network. `print(certificate)` says it in a sentence.
+    There are three kinds of statements, each with its assumptions in the certificate. By default: how often the masked
+    network predicts what the dense one predicts, on images like these, by an exact binomial bound; this works for any
+    network. `region=`: for each image, that no input close to it changes the prediction of either network. `reuse=`:
+    for each image, that no small update of the weights does, with the same masks. The last two are proofs by linear
+    bounds, which take seconds for each image and are useful for small networks, or for the last layers of large ones.
 
     Args:
         model: The dense model. It is not changed. For an updated checkpoint, the updated model.
@@ -47,9 +66,19 @@ def certify(
             function that returns the group of each image of a batch.
         against: Other masks: certify by how much `masks` agree more often than these, on the same images.
         reference: The network whose predictions are to be kept. Default: `model`, without masks.
+        region: Certify all inputs whose pixels differ by at most this, such as 2 / 255.
+        mean: For `region`, what was subtracted from each channel of pixels in 0..1, so that it is measured in pixels,
+            which stay in 0..1. Default: it is measured in the values that the network is given.
+        std: For `region`, what each channel was then divided by.
+        reuse: Certify all updates of single weights by at most this; "radius" finds the largest for each image.
+        relative: Whether `reuse` is relative to the root mean square of the layer's dense weights. Default: True.
+        layers: For `reuse`, globs of the layers that are updated. Default: all layers with weights.
+        also_dense: For `reuse`, also prove that the dense network with the update predicts the class, so that masked
+            and dense network agree after it. Default: False.
+        optimise: Optimise the bounds where they do not suffice at first (alpha-CROWN). Default: True.
         check: A certificate or its file: compute it again with its own settings. Raises `CertificateError` unless
-            weights, masks and images are the same, and the result is at least as good.
-        forward: `forward(model, batch)` runs a network on an unusual batch.
+            weights, masks and images are the same, and the result is too.
+        forward: `forward(model, batch)` runs a network on an unusual batch; for flips.
         progress: Show progress in terminals and notebooks, or a function such as `tqdm.tqdm` that wraps loops.
             Default: True.
         on_changed: What to do if the weights are not those the masks were made for: "warn" (default), "error" or
@@ -57,60 +86,127 @@ def certify(
 
     >>> import torch, halve
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
-    >>> certificate = halve.certify(model, halve.prune(model), torch.randn(1000, 8), confidence=0.99)
+    >>> masks = halve.prune(model)
+    >>> certificate = halve.certify(model, masks, torch.randn(1000, 8), confidence=0.99)
     >>> 0 < certificate.result["share"] < certificate.result["agreement"] < 1
     True
+    >>> halve.certify(model, masks, torch.randn(10, 8), reuse=1e-9).result["vacuous"]
+    False
     """
     model = unwrapped(model)
+    options: dict[str, Any] = {
+        "share": share,
+        "confidence": confidence,
+        "by": by,
+        "region": region,
+        "mean": mean,
+        "std": std,
+    }
+    options |= {"reuse": reuse, "relative": relative, "also_dense": also_dense, "optimise": optimise}
+    options["layers"] = [layers] if isinstance(layers, str) else layers
+    claimed = None
     if check is not None:
         claimed = check if isinstance(check, Certificate) else Certificate.load(check)
-        share, confidence = claimed.settings.get("share"), claimed.settings.get("confidence", confidence)
-        by = claimed.settings.get("by") if by is None else by
-        if claimed.settings.get("interrupted") or by == "function":
-            raise OptionError("this certificate cannot be computed again: it was interrupted, or grouped by a function")
-    _check_options(masks, share, confidence, by, against, reference)
+        options = _options_of(claimed, options)
+    _check_options(masks, against, reference, forward, options)
     check_initialised(model)
     digests = {"weights": digest_of_model(model)}
-    networks = []
     for name, one in (("masks", masks), ("other_masks", against)):
         if one is not None:
             check_dense(model, one)
-            networks.append(apply(model, one, on_changed=on_changed).eval())
             digests[name] = digest_of_masks(one)
-    networks = networks or [clone(model).eval()]
-    compared = model if reference is None else unwrapped(reference)
     if reference is not None:
-        digests["reference"] = digest_of_model(compared)
-    compared = clone(compared).eval()
-    if against is not None:
-        pair = (networks[0], networks[1])
-        found = flips.compare(pair, compared, data, digests, confidence=confidence, forward=forward, progress=progress)
+        digests["reference"] = digest_of_model(unwrapped(reference))
+    compared = clone(model if reference is None else unwrapped(reference)).eval()
+    if options["region"] is not None or options["reuse"] is not None:
+        assert masks is not None
+        masked = applied_in_checkpoint_order(model, masks, on_changed).cpu()
+        with exact_convolutions():
+            found = _proven(masked, compared.cpu(), masks, data, digests, options, progress)
     else:
-        names = ("this" if masks is None else "masked", "dense" if reference is None else "reference")
-        found = flips.flips(
-            *(networks[0], compared, data, digests),
-            share=share,
-            confidence=confidence,
-            by=by,
-            names=names,
-            forward=forward,
-            progress=progress,
-        )
-    if check is not None:
+        networks = [apply(model, one, on_changed=on_changed).eval() for one in (masks, against) if one is not None]
+        found = _counted(networks or [clone(model).eval()], compared, data, digests, options, forward, progress)
+    if claimed is not None:
         _check_same(claimed, found)
     return found
 
 
+def _counted(
+    networks: list[nn.Module],
+    compared: nn.Module,
+    data: Any,
+    digests: dict[str, str],
+    options: Mapping[str, Any],
+    forward: Forward | None,
+    progress: Progress,
+) -> Certificate:
+    running: dict[str, Any] = {"confidence": options["confidence"], "forward": forward, "progress": progress}
+    if len(networks) > 1:
+        return flips.compare((networks[0], networks[1]), compared, data, digests, **running)
+    names = ("masked" if "masks" in digests else "this", "reference" if "reference" in digests else "dense")
+    wanted = {"share": options["share"], "by": options["by"]}
+    return flips.flips(networks[0], compared, data, digests, names=names, **wanted, **running)
+
+
+def _proven(
+    masked: nn.Module,
+    dense: nn.Module,
+    masks: MaskSet,
+    data: Any,
+    digests: dict[str, str],
+    options: Mapping[str, Any],
+    progress: Progress,
+) -> Certificate:
+    common: dict[str, Any] = {"optimise": options["optimise"], "progress": progress}
+    if options["region"] is not None:
+        pixels = {"eps": options["region"], "mean": options["mean"], "std": options["std"]}
+        return certify_region(masked, dense, data, digests, **pixels, **common)
+    update = {"update": options["reuse"]} | {key: options[key] for key in ("relative", "layers", "also_dense")}
+    return certify_reuse(masked, dense, masks, data, digests, **update, **common)
+
+
+def _options_of(claimed: Certificate, options: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that a certificate was made with."""
+    found = dict(options)
+    for name in options:
+        given = claimed.settings.get(name, {"confidence": 0.999, "relative": True, "optimise": True}.get(name))
+        found[name] = options[name] if given == "function" else given
+    if claimed.settings.get("interrupted") or (claimed.settings.get("by") == "function" and not callable(found["by"])):
+        raise OptionError(
+            "this certificate cannot be computed again: it was interrupted, or needs the function that was given as by="
+        )
+    return found
+
+
 def _check_options(
-    masks: MaskSet | None, share: Any, confidence: Any, by: Any, against: MaskSet | None, reference: nn.Module | None
+    masks: MaskSet | None,
+    against: MaskSet | None,
+    reference: nn.Module | None,
+    forward: Forward | None,
+    options: Mapping[str, Any],
 ) -> None:
+    confidence, share, by = options["confidence"], options["share"], options["by"]
     if not isinstance(confidence, int | float) or not 0 < confidence < 1:
         raise OptionError(f"confidence must be between 0 and 1, such as 0.999; got {confidence!r}")
     if share is not None and (not isinstance(share, int | float) or not 0 < share < 1):
         raise OptionError(f"share must be between 0 and 1, such as 0.99; got {share!r}")
     if isinstance(by, str) and by not in ("class", "label"):
         raise OptionError(f"by must be 'class', 'label' or a function of a batch, got {by!r}")
-    if masks is None and reference is None:
+    given = [name for name in ("region", "reuse") if options[name] is not None]
+    counted = [name for name in ("share", "by") if options[name] is not None] + ["against"] * (against is not None)
+    for name in given:
+        value = options[name]
+        radius = name == "reuse" and value == "radius"
+        if not radius and (not isinstance(value, int | float) or not 0 < value < math.inf):
+            raise OptionError(f"{name} must be a positive number, got {value!r}")
+    if given and (len(given) > 1 or counted or reference is not None or forward is not None):
+        raise OptionError(
+            f"{given[0]}= makes a statement of its own: it cannot be combined with another, nor with share=, by=, "
+            f"against=, reference= or forward="
+        )
+    if (options["mean"] is None) != (options["std"] is None):
+        raise OptionError("mean= and std= belong together: pass both, or neither")
+    if masks is None and (given or reference is None):
         raise OptionError("certify needs masks, or reference= with the network to compare the model with")
     if against is not None and (masks is None or share is not None or by is not None):
         raise OptionError("against= compares two sets of masks; it cannot be combined with share= or by=")
@@ -127,5 +223,16 @@ def _check_same(claimed: Certificate, found: Certificate) -> None:
         raise CertificateError(f"the certificate was made for other {listed(other)}")
     if claimed.assumptions != found.assumptions:
         raise CertificateError("the certificate names other assumptions than the statement has")
-    if claimed.result != found.result or claimed.sentence != found.sentence:
+    if not _close(claimed.result, found.result) or claimed.sentence != found.sentence:
         raise CertificateError(f"the certificate does not hold: it says {claimed.sentence!r}, but: {found.sentence}")
+
+
+def _close(one: Any, other: Any) -> bool:
+    """Whether two results are equal, but for differences of rounding in margins."""
+    if isinstance(one, Mapping) and isinstance(other, Mapping):
+        return one.keys() == other.keys() and all(_close(one[key], other[key]) for key in one)
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(_close, one, other))
+    if isinstance(one, float) and isinstance(other, float):
+        return abs(one - other) <= _CLOSE * (1 + abs(other))
+    return type(one) is type(other) and bool(one == other)

@@ -1,7 +1,7 @@
 """halve certify."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -31,6 +31,23 @@ def certify(
     by: Annotated[
         str | None, typer.Option(help="Also certify each 'class' that the dense network predicts, or each 'label'.")
     ] = None,
+    region: Annotated[
+        str | None,
+        typer.Option(help="Prove for each image that no change of pixels by this, such as 2/255, changes the class."),
+    ] = None,
+    reuse: Annotated[
+        str | None,
+        typer.Option(
+            help="Prove for each image that no update of the weights by this share of their root mean square, such as "
+            "1e-3, changes the class; 'radius' finds the largest."
+        ),
+    ] = None,
+    layers: Annotated[
+        list[str] | None, typer.Option(help="With --reuse: only layers that match this glob are updated. Repeatable.")
+    ] = None,
+    also_dense: Annotated[
+        bool, typer.Option("--also-dense", help="With --reuse: also prove it for the dense network.")
+    ] = False,
     check: Annotated[Path | None, typer.Option(help="Compute this certificate again; fail if it is not true.")] = None,
     out: Annotated[Path | None, typer.Option(help="Certificate to write, customarily NAME.certificate.json.")] = None,
     images: o.Images = None,
@@ -45,13 +62,15 @@ def certify(
     force: o.Force = False,
     json: o.Json = False,
 ) -> None:
-    """Certify how often the masked network predicts what the dense one predicts, from images without labels.
+    """Certify what masks do not change: how often predictions stay the same, from images without labels.
 
-    Two mask files are compared with each other on the same images. Exit codes: 0 proven, 1 not proven, or --check
+    Two mask files are compared with each other on the same images. --region and --reuse prove statements about single
+    images, which takes seconds for each: --images limits their number. Exit codes: 0 proven, 1 not proven, or --check
     failed; 2 bad input.
 
     \b
     halve certify zoo.py:net --weights net.safetensors --masks net.masks.safetensors --data photos/
+    halve certify zoo.py:net --weights net.safetensors --masks net.masks.safetensors --data photos/ --check FILE
     """
     files = list(masks or ())
     if len(files) > 2:
@@ -65,6 +84,11 @@ def certify(
     read = [halve.load(path) for path in files]  # all of them, before anything takes long
     opened = o.open_model(model, weights, device, size, resize, mean, std)
     other = None if reference is None else o.open_model(model, reference, device, size, resize, mean, std).model
+    proof: dict[str, Any] = {"layers": layers or None, "also_dense": also_dense}
+    if region is not None:
+        proof |= {"region": _number("--region", region)} | _normalisation(opened.preprocess)
+    if reuse is not None:
+        proof["reuse"] = reuse if reuse == "radius" else _number("--reuse", reuse)
     # in random order: a folder is sorted by class, and counting may stop early
     source = opened.data(data, batch=batch, workers=workers, limit=images, shuffle=True)
     try:
@@ -77,6 +101,7 @@ def certify(
             share=share,
             confidence=confidence,
             by=by,
+            **proof,
             check=claimed,
             progress=progress.track,
             on_changed=on_changed,  # type: ignore[arg-type]
@@ -90,8 +115,25 @@ def certify(
         show.as_json(found.as_json())
     else:
         _show(found, check)
-    if found.result.get("reached") is False:
+    if found.result.get("reached") is False or found.result.get("vacuous"):
         raise typer.Exit(NOT_PROVEN)
+
+
+def _number(option: str, text: str) -> float:
+    """A number, also as a fraction: 2/255."""
+    try:
+        above, _, below = text.partition("/")
+        return float(above) / float(below or 1)
+    except (ValueError, ZeroDivisionError) as error:
+        raise OptionError(f"{option} must be a number such as 0.01 or 2/255, got {text!r}") from error
+
+
+def _normalisation(preprocess: Any) -> dict[str, Any]:
+    """How pixels were normalised."""
+    mean, std = (getattr(preprocess, name, None) for name in ("mean", "std"))
+    if mean is None or std is None:
+        raise OptionError("--region needs to know how pixels are normalised: pass --size, --mean and --std")
+    return {"mean": tuple(mean), "std": tuple(std)}
 
 
 def _show(found: halve.Certificate, check: Path | None) -> None:

@@ -1,0 +1,236 @@
+"""Bound random networks, and search for inputs and updates that break the bounds: there must be none.
+
+    python benchmarks/soundness.py --cases 100000
+
+A case is a random network of all operators that have bounds, an image, and a box around it or a box around the weights
+of some layers. Its bounds, with and without tightening and optimising, must not exceed the margin of any input or
+update that sampling and projected gradient descent find. Continues after the networks that the record has, and writes
+benchmarks/results/soundness.json.
+"""
+
+import argparse
+import datetime
+import json
+import platform
+import random
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halve.certify.attack import attack_input, attack_weights, margin_of
+from halve.certify.changes import WeightBox
+from halve.certify.crown import Bounds
+from halve.certify.network import Network, network_of
+from halve.certify.rounding import Interval, around
+from halve.version import VERSION
+
+RESULT = Path(__file__).parent / "results" / "soundness.json"
+
+
+class LayerNorm2d(nn.LayerNorm):
+    """LayerNorm over channels, as in ConvNeXt."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.permute(0, 2, 3, 1)).permute(0, 3, 1, 2)
+
+
+class Scaled(nn.Module):
+    """A residual branch with a layer scale."""
+
+    def __init__(self, inner: nn.Module, channels: int) -> None:
+        super().__init__()
+        self.inner, self.scale = inner, nn.Parameter(torch.randn(channels, 1, 1) * 0.5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.scale * self.inner(x)
+
+
+class Shortcut(nn.Module):
+    """A residual sum whose shortcut is a slice with zero channels around it, as in CIFAR ResNets."""
+
+    def __init__(self, inner: nn.Module, extra: int) -> None:
+        super().__init__()
+        self.inner, self.extra = inner, extra
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.inner(x)
+        return nn.functional.relu(y + nn.functional.pad(x[:, :, ::2, ::2], (0, 0, 0, 0, self.extra, self.extra)))
+
+
+class Joined(nn.Module):
+    """Two branches, side by side."""
+
+    def __init__(self, one: nn.Module, other: nn.Module) -> None:
+        super().__init__()
+        self.one, self.other = one, other
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.one(x), self.other(x)], 1) - 0.1
+
+
+def norm(rng: random.Random, channels: int) -> nn.Module:
+    layer = nn.BatchNorm2d(channels)
+    nn.init.uniform_(layer.running_mean, -0.5, 0.5)
+    nn.init.uniform_(layer.running_var, 0.2, 2.0)
+    nn.init.uniform_(layer.weight, -1.5, 1.5)
+    nn.init.normal_(layer.bias, std=0.3)
+    return rng.choice([layer, LayerNorm2d(channels), nn.Identity()])
+
+
+def activation(rng: random.Random) -> nn.Module:
+    return rng.choice(
+        [nn.ReLU(), nn.ReLU(), nn.GELU(), nn.SiLU(), nn.GELU("tanh"), nn.Sigmoid(), nn.Tanh(), nn.ReLU6()]
+    )
+
+
+def block(rng: random.Random, channels: int) -> tuple[nn.Module, int]:
+    """A block and its number of output channels, for 6x6 inputs that stay 6x6."""
+    kind = rng.randrange(4)
+    if kind == 0:
+        out = rng.choice([4, 8])
+        groups = rng.choice([1, 2])
+        kernel = rng.choice([1, 3])
+        conv = nn.Conv2d(channels, out, kernel, padding=kernel // 2, groups=groups, bias=rng.random() < 0.5)
+        return nn.Sequential(conv, norm(rng, out), activation(rng)), out
+    if kind == 1:
+        inner = nn.Sequential(
+            nn.Conv2d(channels, channels, 3, padding=1, groups=channels), norm(rng, channels), activation(rng)
+        )
+        return Scaled(inner, channels), channels
+    if kind == 2:
+        conv = nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1), norm(rng, channels))
+        return nn.Sequential(Scaled(conv, channels), nn.ReLU()), channels
+    return Joined(nn.Conv2d(channels, 4, 1), nn.Sequential(nn.Conv2d(channels, 4, 1), activation(rng))), 8
+
+
+def network(seed: int) -> nn.Sequential:
+    """A network for inputs (4, 6, 6) with 3 classes, in float64."""
+    rng = random.Random(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        channels, parts = 4, []
+        for _ in range(rng.choice([1, 2, 3])):
+            part, channels = block(rng, channels)
+            parts.append(part)
+        if rng.random() < 0.4:
+            down = nn.Sequential(nn.Conv2d(channels, channels + 4, 3, 2, 1), norm(rng, channels + 4))
+            parts.append(Shortcut(down, 2))
+            channels += 4
+        pools = [
+            nn.MaxPool2d(2),
+            nn.MaxPool2d(3, 2, 1),
+            nn.AvgPool2d(2),
+            nn.Identity(),
+            nn.MaxPool2d(2, ceil_mode=True),
+        ]
+        parts += [rng.choice(pools), nn.AdaptiveAvgPool2d(rng.choice([1, 2, 3])), nn.Flatten()]
+        model = nn.Sequential(*parts)
+        with torch.no_grad():
+            features = model.eval()(torch.zeros(1, 4, 6, 6)).shape[1]
+        model.append(nn.Linear(features, 8)).append(nn.ReLU()).append(nn.Linear(8, 3))
+    return model.eval().double().requires_grad_(False)
+
+
+def image(seed: int) -> Tensor:
+    """An input for these networks."""
+    return torch.randn(4, 6, 6, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+@dataclass(frozen=True)
+class Case:
+    """The bounds of a case, and the smallest margin that was found."""
+
+    kind: str  # "inputs" or "weights"
+    size: float
+    bounds: dict[str, float]
+    found: float
+
+    @property
+    def broken(self) -> bool:
+        """Whether a bound is wrong; rounding of the search itself is allowed for."""
+        return max(self.bounds.values()) > self.found + 1e-12 * (1 + abs(self.found))
+
+
+def cases(seed: int, count: int) -> Iterator[Case]:
+    """Check a random network on boxes of random sizes."""
+    rng, model = random.Random(f"cases {seed}"), network(seed)
+    captured = network_of(model, image(0)[None])
+    for index in range(count):
+        x, size = image(rng.randrange(10**9)), 10 ** rng.uniform(-5, 0)
+        label = int(model(x[None]).argmax())
+        if index % 2:
+            yield _inputs(model, captured, x, label, size, rng)
+        else:
+            yield _weights(model, captured, x, label, size, rng)
+
+
+def _inputs(model: nn.Module, captured: Network, x: Tensor, label: int, size: float, rng: random.Random) -> Case:
+    box = around(x, torch.full_like(x, size))
+    generator = torch.Generator().manual_seed(rng.randrange(10**9))
+    share = torch.rand(16, *x.shape, generator=generator, dtype=torch.float64)
+    share[:8] = share[:8].round()  # corners
+    sampled = margin_of(model(box.low + (box.high - box.low) * share), label)
+    found = min(attack_input(model, box, label, steps=6, seed=rng.randrange(10**9)), float(sampled.min()))
+    return Case("inputs", size, _bounds(captured, box, {}, label, rng), found)
+
+
+def _weights(model: nn.Module, captured: Network, x: Tensor, label: int, size: float, rng: random.Random) -> Case:
+    names = list(captured.layers)[-rng.randrange(1, len(captured.layers) + 1) :]
+    generator = torch.Generator().manual_seed(rng.randrange(10**9))
+    weights = {name: model.get_submodule(name).weight for name in names}
+    kept = {name: torch.rand(weight.shape, generator=generator) < 0.6 for name, weight in weights.items()}
+    radii = {name: size * weight.square().mean().sqrt() * kept[name] for name, weight in weights.items()}
+    found = attack_weights(model, x, label, radii, steps=6)
+    for _ in range(4):
+        signs = {name: torch.randint(0, 2, r.shape, generator=generator) * 2 - 1 for name, r in radii.items()}
+        moved = {f"{name}.weight": weights[name] + radii[name] * signs[name] for name in names}
+        found = min(found, float(margin_of(torch.func.functional_call(model, moved, (x[None],))[0], label)))
+    changes = {name: WeightBox(radius) for name, radius in radii.items()}
+    return Case("weights", size, _bounds(captured, Interval(x, x), changes, label, rng), found)
+
+
+def _bounds(
+    captured: Network, box: Interval, changes: dict[str, WeightBox], label: int, rng: random.Random
+) -> dict[str, float]:
+    tight = Bounds(captured, box, changes)
+    found = {"CROWN": tight.margin(label)}
+    found["intervals inside"] = Bounds(captured, box, changes, tighten=False).margin(label)
+    if rng.random() < 0.2:
+        found["optimised"] = tight.margin(label, optimise=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--cases", type=int, default=100_000, help="in all, with those of the record")
+    parser.add_argument("--per-network", type=int, default=200)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
+    parser.add_argument("--out", type=Path, default=RESULT)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    fresh: dict[str, Any] = {"networks": 0, "cases": 0, "proven": 0, "seconds": 0.0, "broken": []}
+    result = json.loads(arguments.out.read_text()) if arguments.out.exists() else fresh
+    started = time.perf_counter()
+    while result["cases"] < arguments.cases and time.perf_counter() - started < arguments.seconds:
+        for case in cases(result["networks"], arguments.per_network):
+            result["cases"] += 1
+            result["proven"] += case.bounds["CROWN"] > 0
+            if case.broken:
+                result["broken"].append({"network": result["networks"], **asdict(case)})
+        result["networks"] += 1
+    result["seconds"] = round(result["seconds"] + time.perf_counter() - started, 1)
+    result["versions"] = {"halve": VERSION, "python": platform.python_version(), "torch": torch.__version__}
+    result["date"] = datetime.date.today().isoformat()
+    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+    print(json.dumps(result, indent=2))
+    sys.exit(1 if result["broken"] else 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,170 @@
+"""Proofs for single images: the margin by which a class stays the predicted one, for each network.
+
+Images are taken one by one; Ctrl-C keeps those that are finished.
+"""
+
+import math
+import statistics
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halve.batches import Progress, images_of, iterate, tracked
+from halve.certify.crown import TOLERANCE
+from halve.certify.digests import ImageDigest
+from halve.certify.network import Network, network_of
+from halve.errors import DataError, ModelError
+
+EXACT = (
+    "the networks are as stored, in eval mode, and computed in exact arithmetic: the proof bounds its own rounding, "
+    "but not that of the program that runs the network",
+)
+
+
+@dataclass(frozen=True)
+class Proof:
+    """What is proven for one image.
+
+    Args:
+        label: The class that the dense network predicts.
+        margin: A lower bound of how far its score stays above all others, in the network for which it is smallest; not
+            positive if nothing is proven. None if it is not finite, or was not computed as the masked network predicts
+            another class.
+        radius: The largest change for which the proof holds, if it was searched.
+        agree: Whether the masked network predicts the same class for the image itself.
+        assumed: The module up to which rounding is assumed instead of bounded, if any.
+    """
+
+    label: int
+    margin: float | None
+    agree: bool
+    radius: float | None = None
+    assumed: str = ""
+
+    @property
+    def certified(self) -> bool:
+        return self.margin is not None and self.margin > 0
+
+    def plain(self) -> dict[str, Any]:
+        margin = None if self.margin is None or not math.isfinite(self.margin) else self.margin
+        found: dict[str, Any] = {
+            "class": self.label,
+            "certified": self.certified,
+            "agree": self.agree,
+            "margin": margin,
+        }
+        return found if self.radius is None else found | {"radius": self.radius}
+
+
+@dataclass
+class Proofs:
+    """Proofs for several images."""
+
+    found: list[Proof] = field(default_factory=list)
+    images: ImageDigest = field(default_factory=ImageDigest)
+    interrupted: bool = False
+
+    @property
+    def certified(self) -> int:
+        return sum(proof.certified for proof in self.found)
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What is assumed of layers that no change reaches."""
+        modules = sorted({proof.assumed for proof in self.found if proof.assumed})
+        if not modules:
+            return ()
+        return (
+            f"before the changed layers, from {', '.join(modules)} on, values are those that float64 arithmetic gives, "
+            f"within {TOLERANCE:g} of the largest",
+        )
+
+    def result(self) -> dict[str, Any]:
+        """The result of a certificate."""
+        margins = [proof.margin for proof in self.found if proof.margin is not None and math.isfinite(proof.margin)]
+        counts: dict[str, Any] = {
+            "images": len(self.found),
+            "agree": sum(proof.agree for proof in self.found),
+            "certified": self.certified,
+            "share": self.certified / len(self.found),
+            "median_margin": statistics.median(margins) if margins else None,
+            "vacuous": not self.certified,
+        }
+        radii = [proof.radius for proof in self.found if proof.radius is not None]
+        if radii:
+            counts |= {"median_radius": statistics.median(radii), "smallest_radius": min(radii)}
+        return counts | {"per_image": [proof.plain() for proof in self.found]}
+
+
+class Pair:
+    """The masked network and the dense one; each is captured when its operators are first needed."""
+
+    def __init__(self, masked: nn.Module, dense: nn.Module) -> None:
+        self._models = {"masked": masked.double().eval(), "dense": dense.double().eval()}
+        self._shape: torch.Size | None = None
+        self._networks: dict[str, Network] = {}
+
+    def __getitem__(self, name: str) -> Network:
+        if name not in self._networks:
+            assert self._shape is not None
+            example = torch.zeros(1, *self._shape, dtype=torch.float64)
+            self._networks[name] = network_of(self._models[name], example)
+        return self._networks[name]
+
+    def see(self, image: Tensor) -> tuple[int, bool]:
+        """The class of the dense network, and whether the masked one predicts it too."""
+        if image.shape != self._shape:
+            self._networks, self._shape = {}, image.shape
+        with torch.no_grad():
+            scores = {name: model(image[None])[0] for name, model in self._models.items()}
+        if not all(bool(score.isfinite().all()) for score in scores.values()):
+            raise DataError("the network returned NaN or infinity: check the images and the weights")
+        if any(score.dim() != 1 or len(score) < 2 for score in scores.values()):
+            raise ModelError("bounds need class scores (images, classes)")
+        label = int(scores["dense"].argmax())
+        return label, int(scores["masked"].argmax()) == label
+
+
+def prove(pair: Pair, data: Any, one: Callable[[Tensor, int], Proof], progress: Progress) -> Proofs:
+    """Prove something for each image for which both networks predict the same class.
+
+    Args:
+        pair: The networks.
+        data: Batches of images.
+        one: Proves it for an image in float64, without a batch dimension, and its class.
+        progress: Show progress.
+    """
+    proofs = Proofs()
+    with suppress(KeyboardInterrupt):
+        proofs.interrupted = True
+        for image in tracked(_images(data, proofs.images), progress, "images"):
+            label, agree = pair.see(image)
+            proofs.found.append(one(image, label) if agree else Proof(label, None, agree=False))
+        proofs.interrupted = False
+    if not proofs.found:
+        raise DataError("interrupted before the first image was finished")
+    return proofs
+
+
+def _images(data: Any, digest: ImageDigest) -> list[Tensor]:
+    """All images in float64."""
+    found: list[Tensor] = []
+    for index, batch in enumerate(iterate(data)):
+        digest.add(batch, None, index)
+        found += [image.detach().cpu().double() for image in images_of(batch)]
+    return found
+
+
+def described(proofs: Proofs, statement: str) -> str:
+    """The sentence of a certificate: for how many images the statement is proven."""
+    count, found = proofs.certified, proofs.result()
+    finished = ", of those finished when interrupted" if proofs.interrupted else ""
+    if not count:
+        margin = found["median_margin"]
+        known = "" if margin is None else f"; the median bound of the margin is {margin:.3g}"
+        return f"Nothing is proven: for none of {found['images']:,} images{finished}, {statement}{known} (vacuous)."
+    return f"Proven for {count:,} of {found['images']:,} images{finished}: {statement}."

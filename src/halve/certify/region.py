@@ -1,0 +1,87 @@
+"""Region: for every input close to an image, both networks predict the class that the dense one predicts for it."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halve.batches import Progress
+from halve.certify.certificate import Certificate
+from halve.certify.crown import proven_margin
+from halve.certify.proofs import EXACT, Pair, Proof, described, prove
+from halve.certify.rounding import UNIT, Interval
+from halve.errors import DataError
+
+_OUTSIDE = 1e-5  # how far normalised pixels may be out of range by rounding
+
+
+def region(
+    masked: nn.Module,
+    dense: nn.Module,
+    data: Any,
+    digests: dict[str, str],
+    *,
+    eps: float,
+    mean: Sequence[float] | None,
+    std: Sequence[float] | None,
+    optimise: bool,
+    progress: Progress,
+) -> Certificate:
+    """Certify all inputs within `eps` of images; see `halve.certify`."""
+    pair = Pair(masked, dense)
+
+    def one(image: Tensor, label: int) -> Proof:
+        near, margin = box(image, eps, mean, std), float("inf")
+        for name in ("masked", "dense"):
+            margin = min(margin, proven_margin(pair[name], near, {}, label, optimise)[0])
+            if margin <= 0:
+                break
+        return Proof(label, margin, agree=True)
+
+    proofs = prove(pair, data, one, progress)
+    pixels = mean is not None
+    where = f"{eps * 255:.4g}/255 per pixel" if pixels else f"{eps:.4g} per input value"
+    kind = (
+        "the distance is the largest change of a pixel, in 0..1 before normalisation; pixels stay in 0..1"
+        if pixels
+        else "the distance is the largest change of a value that the network is given"
+    )
+    statement = f"every change of at most {where} leaves the class unchanged, in the masked and in the dense network"
+    settings: dict[str, Any] = {"region": eps, "mean": _plain(mean), "std": _plain(std), "optimise": optimise}
+    settings |= {"method": "backward linear relaxation (CROWN), float64", "interrupted": proofs.interrupted}
+    digests = digests | {"images": proofs.images.hexdigest()}
+    return Certificate("region", described(proofs, statement), settings, (*EXACT, kind), proofs.result(), digests)
+
+
+def box(image: Tensor, eps: float, mean: Sequence[float] | None, std: Sequence[float] | None) -> Interval:
+    """All inputs within `eps` of an image, rounded outwards.
+
+    >>> near = box(torch.zeros(1, 1, 1, dtype=torch.float64), 0.1, [0.5], [0.5])
+    >>> f"{near.high.item():.3f}", f"{box(near.high * 4.9, 0.1, [0.5], [0.5]).high.item():.3f}"
+    ('0.200', '1.000')
+    """
+    if mean is None or std is None:
+        radius = torch.full_like(image, eps)
+    else:
+        if len(mean) != image.shape[0] or len(std) != image.shape[0]:
+            raise DataError(f"mean= and std= need one number for each of {image.shape[0]} channels")
+        centre, scale = (torch.tensor(one, dtype=image.dtype).reshape(-1, 1, 1) for one in (mean, std))
+        radius = (eps / scale).expand_as(image)
+    wide = radius * (1 + 8 * UNIT) + image.abs() * (2 * UNIT)
+    low, high = image - wide, image + wide
+    if mean is None or std is None:
+        return Interval(low, high)
+    darkest, brightest = (0 - centre) / scale, (1 - centre) / scale
+    if bool(((image < darkest - _OUTSIDE) | (image > brightest + _OUTSIDE)).any()):
+        raise DataError(
+            f"images have pixels outside of 0..1 before normalisation (values from {image.min():.3g} to "
+            f"{image.max():.3g}): mean= and std= must be those that the images were normalised with"
+        )
+    slack = 8 * UNIT * (darkest.abs() + brightest.abs())
+    low = torch.maximum(low, torch.minimum(darkest - slack, image))
+    return Interval(low, torch.minimum(high, torch.maximum(brightest + slack, image)))
+
+
+def _plain(values: Sequence[float] | None) -> list[float] | None:
+    return None if values is None else list(values)

@@ -1,0 +1,165 @@
+import json
+import random
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from benchmarks.soundness import RESULT, cases, image, network
+from halve.certify.attack import attack_input, margin_of
+from halve.certify.crown import Bounds
+from halve.certify.network import network_of
+from halve.certify.operators import CURVES, MaxPool, Normalise, ReLU, Smooth
+from halve.certify.rounding import Interval, around
+from halve.errors import ModelError
+
+
+@given(seed=st.integers(0, 10**6))
+@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+def test_no_input_and_no_update_has_a_smaller_margin_than_the_bounds(seed):
+    """A long run of the same is benchmarks/soundness.py."""
+    for case in cases(seed, 8):
+        assert not case.broken, case
+        assert min(case.bounds.values()) < case.found + 1e-9
+
+
+def test_the_long_run_found_no_bound_that_is_wrong():
+    record = json.loads(RESULT.read_text())
+    assert record["broken"] == []
+    assert record["cases"] > 1000
+    assert 0.2 < record["proven"] / record["cases"] < 1
+
+
+def test_a_wrong_bound_would_be_noticed(monkeypatch):
+    lower = Bounds.lower
+    monkeypatch.setattr(Bounds, "lower", lambda self, rows, *args, **options: lower(self, rows, *args, **options) + 0.1)
+    assert any(case.broken for case in cases(3, 12))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_all_intermediate_values_lie_in_their_intervals(seed):
+    model, x = network(seed), image(seed)
+    box = around(x, torch.full_like(x, 0.05))
+    bounds = Bounds(network_of(model, x[None]), box)
+    generator = torch.Generator().manual_seed(seed)
+    for _ in range(10):
+        inside = box.low + (box.high - box.low) * torch.rand(x.shape, generator=generator, dtype=torch.float64)
+        values = []
+        for node in bounds.network.nodes:
+            inputs = [Interval(values[i], values[i]) for i in node.inputs]
+            values.append(inside if node.operator is None else node.operator.interval(inputs).center)
+        for value, (low, high) in zip(values, bounds.values, strict=True):
+            assert bool((value >= low - 1e-9).all())
+            assert bool((value <= high + 1e-9).all())
+        assert torch.allclose(values[-1], model(inside[None])[0], atol=1e-9)
+
+
+def test_a_point_is_bounded_tightly_and_small_boxes_almost_exactly():
+    model, x = network(3), image(3)
+    label, captured = int(model(x[None]).argmax()), network_of(network(3), x[None])
+    exact = float(margin_of(model(x[None])[0], label))
+    assert exact - 1e-9 <= Bounds(captured, Interval(x, x)).margin(label) <= exact
+    near = around(x, torch.full_like(x, 1e-7))
+    assert Bounds(captured, near).margin(label) == pytest.approx(attack_input(model, near, label), abs=1e-6)
+
+
+def test_rounding_is_part_of_the_bound():
+    """In float64 the sum below comes out as 0, but it is 1: a bound of its negative must allow for that."""
+    layer = nn.Linear(3, 2, bias=False).double()
+    with torch.no_grad():
+        layer.weight.copy_(torch.tensor([[1e17, 1.0, -1e17], [0.0, 0.0, 0.0]]))
+    ones = torch.ones(3, dtype=torch.float64)
+    captured = network_of(nn.Sequential(layer), ones[None])
+    for tighten in (False, True):
+        bounds = Bounds(captured, around(ones, torch.full_like(ones, 1e-300)), tighten=tighten)
+        assert bounds.values[-1].low[0] <= 1 <= bounds.values[-1].high[0]
+        assert float(bounds.lower(torch.tensor([[1.0, 0.0]], dtype=torch.float64))) <= 1
+        assert float(bounds.lower(torch.tensor([[-1.0, 0.0]], dtype=torch.float64))) <= -1
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_lines_and_ranges_of_smooth_functions_hold_everywhere(name):
+    rng = random.Random(name)
+    for _ in range(200):
+        low = rng.uniform(-8, 6)
+        high = low + 10 ** rng.uniform(-9, 1.2)
+        x = Interval(torch.tensor([low], dtype=torch.float64), torch.tensor([high], dtype=torch.float64))
+        operator = Smooth(CURVES[name])
+        below, start, above, end = operator.lines(x)
+        points = torch.linspace(low, high, 1001, dtype=torch.float64)
+        values = CURVES[name].function(points)
+        assert bool((below * points + start <= values + 1e-15).all())
+        assert bool((above * points + end >= values - 1e-15).all())
+        bottom, top = operator.interval([x])
+        assert bool((bottom <= values).all())
+        assert bool((top >= values).all())
+        assert float(top - bottom) <= 1.2 * float(values.max() - values.min()) + 0.01 * (high - low) ** 2 + 1e-12
+
+
+@pytest.mark.parametrize("name", CURVES)
+def test_the_curvature_of_smooth_functions_is_bounded(name):
+    points = torch.linspace(-12, 12, 200_001, dtype=torch.float64).requires_grad_(True)
+    first = torch.autograd.grad(CURVES[name].function(points).sum(), points, create_graph=True)[0]
+    second = torch.autograd.grad(first.sum(), points)[0]
+    assert 0.9 * CURVES[name].curvature - 0.1 <= float(second.abs().max()) <= CURVES[name].curvature
+
+
+def test_lines_of_relu_hold_as_they_are_rounded():
+    rng = random.Random(0)
+    ends = [(-(10 ** rng.uniform(-300, 3)), 10 ** rng.uniform(-300, 3)) for _ in range(2000)]
+    low, high = torch.tensor(ends, dtype=torch.float64).T
+    below, start, above, end = ReLU().lines(Interval(low, high))
+    for x in (low, high, torch.zeros_like(low)):
+        from_below = below * x + start
+        from_above = above * x + end
+        assert bool((from_below <= x.clamp(min=0)).all())
+        assert bool((from_above * (1 + 1e-15) >= x.clamp(min=0)).all())
+
+
+def test_normalising_is_bounded_for_vectors_that_cross_zero():
+    generator = torch.Generator().manual_seed(0)
+    low = torch.randn(5, 8, generator=generator, dtype=torch.float64)
+    x = Interval(low, low + torch.rand(5, 8, generator=generator, dtype=torch.float64))
+    operator = Normalise(1, 1e-5, 8)
+    below, start, above, end = operator.lines(x)
+    bottom, top = operator.interval([x])
+    for _ in range(500):
+        u = low + (x.high - low) * torch.rand(5, 8, generator=generator, dtype=torch.float64)
+        y = u / (u.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+        assert bool(((bottom <= y) & (y <= top)).all())
+        assert bool(((below * u + start <= y) & (y <= above * u + end)).all())
+
+
+def test_max_pool_follows_a_value_that_is_larger_than_all_others_exactly():
+    low = torch.zeros(1, 4, 4, dtype=torch.float64)
+    low[0, 1, 1] = 5
+    x = Interval(low, low + 1)
+    operator = MaxPool([2, 2], [2, 2], [0, 0], [1, 1], False)
+    rows = -torch.ones(1, 1, 2, 2, dtype=torch.float64)
+    [coefficients], constant = operator.backward(rows, [x])
+    assert coefficients[0, 0, 1, 1] == -1
+    assert coefficients.sum() == -1
+    assert float(constant) == pytest.approx(-3)
+
+
+@pytest.mark.parametrize(
+    ("layer", "where"),
+    [(nn.Hardswish(), "hardswish in module 1"), (nn.Softmax(1), "softmax"), (nn.PixelShuffle(1), "pixel_shuffle")],
+)
+def test_an_operator_without_bounds_is_an_error_that_names_the_module(layer, where):
+    model = nn.Sequential(nn.Conv2d(4, 4, 1), layer, nn.Flatten(), nn.Linear(144, 2))
+    with pytest.raises(ModelError, match=f"no bounds for {where}"):
+        network_of(model, torch.zeros(1, 4, 6, 6))
+
+
+def test_products_of_values_have_no_bounds():
+    class Gate(nn.Module):
+        def forward(self, x):
+            return x.sigmoid() * x
+
+    with pytest.raises(ModelError, match=r"no bounds for mul in module 0"):
+        network_of(nn.Sequential(Gate(), nn.Linear(4, 2)), torch.zeros(1, 4))
+    with pytest.raises(ModelError, match=r"class scores"):
+        network_of(nn.Conv2d(4, 2, 1), torch.zeros(1, 4, 6, 6))

@@ -1,0 +1,174 @@
+import pytest
+import torch
+from torch import nn
+
+import halve
+from halve.certify.attack import attack_input, attack_weights
+from halve.certify.region import box
+from halve.certify.reuse import largest, weight_units
+from halve.errors import CertificateError, DataError, ModelError, OptionError
+from tests.tiny import convnet, images
+from tests.untouched import untouched
+
+
+@pytest.fixture(scope="module")
+def model():
+    return convnet()
+
+
+@pytest.fixture(scope="module")
+def masks(model):
+    return halve.prune(model)
+
+
+@pytest.fixture(scope="module")
+def pictures(model, masks):
+    """Images with pixels in 0..1 for which both networks agree."""
+    x = torch.rand(12, 4, 8, 8, generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        agree = halve.apply(model, masks)(x).argmax(1) == model(x).argmax(1)
+    return x[agree][:4]
+
+
+def masked_double(model, masks):
+    return halve.apply(model, masks).double().eval()
+
+
+def test_a_region_is_certified_for_both_networks_and_attacks_do_not_break_it(model, masks, pictures):
+    pixels = {"mean": [0.0] * 4, "std": [1.0] * 4}
+    with untouched(model):
+        found = halve.certify(model, masks, pictures, region=1 / 255, **pixels)
+    result = found.result
+    assert result["certified"] == len(pictures)
+    assert "every change of at most 1/255 per pixel" in str(found)
+    for x, one in zip(pictures.double(), result["per_image"], strict=True):
+        near = box(x, 1 / 255, **pixels)
+        worst = min(attack_input(net, near, one["class"]) for net in (masked_double(model, masks), convnet().double()))
+        assert 0 < one["margin"] <= worst
+    assert halve.certify(model, masks, pictures, check=found).result == result
+
+
+def test_a_region_in_which_an_attack_succeeds_is_not_certified_and_reported_as_vacuous(model, masks, pictures):
+    found = halve.certify(model, masks, pictures, region=2.0)
+    assert found.result["certified"] == 0
+    assert found.result["vacuous"]
+    assert found.result["median_margin"] < 0
+    assert str(found).startswith("Nothing is proven: for none of 4 images")
+    assert attack_input(masked_double(model, masks), box(pictures[0].double(), 2.0, None, None), 0) < 0
+
+
+def test_updates_are_certified_and_attacks_do_not_break_it(model, masks, pictures):
+    found = halve.certify(model, masks, pictures, reuse=1e-3, also_dense=True)
+    assert found.result["certified"] == len(pictures)
+    radii = {name: 1e-3 * unit for name, unit in weight_units(model, masks, True)["masked"].items()}
+    for x, one in zip(pictures.double(), found.result["per_image"], strict=True):
+        assert one["margin"] <= attack_weights(masked_double(model, masks), x, one["class"], radii)
+    assert any("biases" in text for text in found.assumptions)
+    assert halve.certify(model, masks, pictures, check=found).sentence == found.sentence
+
+
+def test_a_radius_is_verified_and_close_to_where_the_proof_ends(model, masks, pictures):
+    found = halve.certify(model, masks, pictures[:2], reuse="radius", layers=["8", "10"])
+    [one, two] = (image["radius"] for image in found.result["per_image"])
+    at = {"layers": ["8", "10"], "progress": False}
+    assert halve.certify(model, masks, pictures[:1], reuse=one, **at).result["certified"] == 1
+    assert halve.certify(model, masks, pictures[:2], reuse=1.1 * max(one, two), **at).result["certified"] == 0
+    assert "their radius (median" in str(found)
+    absolute = halve.certify(model, masks, pictures[:1], reuse="radius", layers="10", relative=False).result
+    relative = halve.certify(model, masks, pictures[:1], reuse="radius", layers="10").result
+    scale = float(model[10].weight.detach().square().mean().sqrt())
+    assert absolute["median_radius"] == pytest.approx(scale * relative["median_radius"], rel=0.1)
+
+
+def test_an_update_within_the_radius_keeps_the_prediction(model, masks, pictures):
+    radius = halve.certify(model, masks, pictures[:1], reuse="radius").result["per_image"][0]["radius"]
+    updated = convnet()
+    with torch.no_grad():
+        for name, unit in weight_units(model, masks, True)["dense"].items():
+            updated.get_submodule(name).weight.add_(0.99 * radius * unit * torch.randn(unit.shape).sign())
+        before = model(pictures[:1]).argmax(1)
+        assert torch.equal(halve.apply(updated, masks, on_changed="ignore")(pictures[:1]).argmax(1), before)
+    plain = halve.certify(updated, masks, pictures[:1], reference=model, on_changed="ignore")
+    assert plain.result["same"] == 1
+
+
+def test_bisection_returns_an_end_that_was_verified():
+    for limit in (1e-7, 3e-4, 1e-3, 0.7, 50.0):
+        asked = {}
+
+        def holds(u, limit=limit, asked=asked):
+            asked[u] = u <= limit
+            return asked[u]
+
+        found = largest(holds, 1e-3)
+        assert asked[found]
+        assert limit / 1.06 <= found <= limit
+    assert largest(lambda u: False, 1e-3) == 0.0
+
+
+def test_images_on_which_the_networks_disagree_are_not_certified():
+    model, x = convnet(), images(1)
+    masks = halve.prune(model)
+    with torch.no_grad():
+        dense, masked = model(x)[0], halve.apply(model, masks)(x)[0]
+        order = (dense - masked).argsort()
+        last, first = int(order[0]), int(order[-1])  # which loses least by the masks, and which most
+        target = torch.full_like(dense, -100.0)
+        target[last], target[first] = 0.0, float((dense - masked)[first] - (dense - masked)[last]) / 2
+        model[10].bias.add_(target - dense)
+    result = halve.certify(model, masks, x, reuse=1e-9, on_changed="ignore").result
+    assert (result["agree"], result["certified"], result["per_image"][0]["margin"]) == (0, 0, None)
+
+
+def test_interrupting_keeps_what_is_finished(model, masks, pictures):
+    def stopping(items, what):
+        for index, item in enumerate(items):
+            if index == 2:
+                raise KeyboardInterrupt
+            yield item
+
+    found = halve.certify(model, masks, pictures, reuse=1e-6, progress=stopping)
+    assert found.result["images"] == 2
+    assert "finished when interrupted" in str(found)
+    with pytest.raises(OptionError, match="interrupted"):
+        halve.certify(model, masks, pictures, check=found)
+
+
+def test_a_forged_proof_does_not_hold(model, masks, pictures):
+    made = halve.certify(model, masks, pictures[:1], region=0.5)
+    content = made.as_json()
+    forged = content["result"] | {"certified": 1}
+    names = ("statement", "sentence", "settings", "assumptions", "digests")
+    other = halve.Certificate(
+        result=forged, **{name: content[name] for name in names} | {"assumptions": made.assumptions}
+    )
+    with pytest.raises(CertificateError, match="does not hold"):
+        halve.certify(model, masks, pictures[:1], check=other)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"region": 0}, "positive number"),
+        ({"reuse": "much"}, "positive number"),
+        ({"reuse": 1e-3, "region": 0.1}, "statement of its own"),
+        ({"reuse": 1e-3, "share": 0.9}, "statement of its own"),
+        ({"region": 0.1, "mean": [0.5]}, "belong together"),
+        ({"reuse": 1e-3, "layers": "nothing"}, "matches no layer"),
+    ],
+)
+def test_wrong_options(model, masks, pictures, options, message):
+    with pytest.raises(OptionError, match=message):
+        halve.certify(model, masks, pictures, **options)
+
+
+def test_clear_errors(model, masks, pictures):
+    with pytest.raises(DataError, match="NaN"):
+        halve.certify(model, masks, pictures * float("nan"), reuse=1e-3)
+    with pytest.raises(DataError, match=r"outside of 0\.\.1"):
+        halve.certify(model, masks, pictures * 3, region=0.1, mean=[0.0] * 4, std=[1.0] * 4)
+    with pytest.raises(DataError, match="one number for each of 4 channels"):
+        halve.certify(model, masks, pictures, region=0.1, mean=[0.0], std=[1.0])
+    unknown = nn.Sequential(nn.Linear(8, 8), nn.Hardswish(), nn.Linear(8, 2)).eval()
+    with pytest.raises(ModelError, match="no bounds for hardswish in module 1"):
+        halve.certify(unknown, halve.prune(unknown), torch.randn(2, 8), reuse=1e-3)
