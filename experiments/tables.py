@@ -54,6 +54,14 @@ SYSTEMS = {
     "halve_dense": "our kernels, dense",
     "halve": "halve",
 }
+CPU_SYSTEMS = {
+    "eager": "eager",
+    "channels_last": "channels last",
+    "compile_freezing": "torch.compile, freezing",
+    "onnxruntime": "ONNX Runtime",
+    "openvino": "OpenVINO",
+    "halve": "halve",
+}
 SHOWN_BATCHES = (1, 32, 256)
 
 
@@ -232,6 +240,34 @@ def gpu() -> str:
     return f"{table(['ms per batch', *SYSTEMS.values(), 'over the fastest dense'], rows)}\n\n{note}"
 
 
+def cpu() -> str:
+    """Whole networks on a CPU: milliseconds per batch, and the speed-up over torch.compile."""
+    records, rows = recorded("benchmarks/results/cpu.json"), []
+    ms = {(r["network"], r["dtype"], r["batch"], r["system"]): r.get("median_ms") for r in records}
+    for network, dtype, batch in dict.fromkeys((r["network"], r["dtype"], r["batch"]) for r in records):
+        found = {system: ms.get((network, dtype, batch, system)) for system in CPU_SYSTEMS}
+        dense, ours = found["compile_freezing"], found["halve"]
+        ratio = f"{dense / ours:.2f}x" if dense and ours else ""
+        cells = ["" if time is None else f"{time:.1f}" for time in found.values()]
+        rows.append([f"{name_of(network)}, {dtype}, batch {batch}", *cells, ratio])
+    note = f"{measured_on(records)}; 224 px (`benchmarks/bench_cpu.py`)."
+    return f"{table(['ms per batch', *CPU_SYSTEMS.values(), 'over torch.compile'], rows)}\n\n{note}"
+
+
+def cpu_brief() -> str:
+    """What the README says about CPUs."""
+    records = [r for r in recorded("benchmarks/results/cpu.json") if r["dtype"] == "float32"]
+    ms = {(r["network"], r["batch"], r["system"]): r.get("median_ms") for r in records}
+    rows = []
+    for network, batch in dict.fromkeys((r["network"], r["batch"]) for r in records):
+        eager, compiled, ours = (ms.get((network, batch, name)) for name in ("eager", "compile_freezing", "halve"))
+        if eager and compiled and ours:
+            times = [f"{time:.1f}" for time in (eager, compiled, ours)]
+            rows.append([f"{name_of(network)}, batch {batch}", *times, f"{compiled / ours:.2f}x"])
+    heads = ["ms per batch, on a CPU", "eager", "torch.compile, freezing", "halve", "over torch.compile"]
+    return f"{table(heads, rows)}\n\n{measured_on(records)}; float32, 224 px."
+
+
 def speed_notes() -> str:
     """What sparsity itself adds, and how PyTorch's own 2:4 compares."""
     ms = times()
@@ -318,12 +354,14 @@ TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
         ("README.md", "headline", headline),
         ("README.md", "accuracy_brief", accuracy_brief),
         ("README.md", "speed_brief", speed_brief),
+        ("README.md", "cpu_brief", cpu_brief),
         ("README.md", "speed_limit", speed_limit),
         ("docs/accuracy.md", "accuracy", accuracy),
         ("docs/accuracy.md", "runs", runs),
         ("docs/accuracy.md", "one_shot", one_shot),
         ("docs/accuracy.md", "learn_gpu", learn_gpu),
         ("docs/speed.md", "gpu", gpu),
+        ("docs/speed.md", "cpu", cpu),
         ("docs/speed.md", "speed_notes", speed_notes),
         ("docs/speed.md", "gpu_layers", gpu_layers),
         ("docs/speed.md", "pool", pool),

@@ -26,7 +26,8 @@ def two_of_four(*shape, seed=0):
 
 def weights_of(operation, family="cpu_sp", dtype=torch.float32, bias=True):
     weight = (two_of_four if family == "cpu_sp" else random)(*operation.weight_shape).to(dtype)
-    return {"weight": weight, "bias": random(operation.rows, seed=7)} if bias else {"weight": weight}
+    tensors = {"weight": weight, "bias": random(operation.rows, seed=7)} if bias else {"weight": weight}
+    return {**tensors, "scale": random(operation.rows, seed=8)} if operation.scaled else tensors
 
 
 def run(operation, tensors, inputs, family="cpu_sp"):

@@ -46,6 +46,7 @@ LAYERS = [  # of ResNets and ConvNeXts, at all their sizes, with fewer channels 
     (Convolution(64, 48, (2, 2), (2, 2)), (1, 48, 28, 28), False),  # ConvNeXt's downsampling
     (Linear(384, 96, "gelu"), (1, 28, 28, 96), False),
     (Linear(96, 384), (2, 14, 14, 384), True),
+    (Linear(96, 384, scaled=True), (2, 14, 14, 384), True),  # ConvNeXt's layer scale
 ]
 
 

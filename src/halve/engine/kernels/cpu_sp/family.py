@@ -22,6 +22,7 @@ from halve.engine.operations import Convolution, Linear, Operation, PooledConvol
 
 MAX_VALUES = 8 << 20  # of a layer: 10 bytes of code each, or 5 in bfloat16
 _WIDTH = 4
+_VECTORS = ("bias", "scale")  # of the output channels
 
 
 class _Cpu(KernelFamily):
@@ -40,11 +41,7 @@ class _Cpu(KernelFamily):
         if not isinstance(operation, Convolution | Linear | PooledConvolution) or piece.dtype not in ARITHMETIC:
             return ()
         convolution = operation.convolution
-        if (
-            convolution.groups > 1
-            or convolution.scaled
-            or (self.sparse and (convolution.channels % _WIDTH or not piece.is_2_4))
-        ):
+        if convolution.groups > 1 or (self.sparse and (convolution.channels % _WIDTH or not piece.is_2_4)):
             return ()
         values, _ = packed_shapes(convolution.weight_shape, self.sparse)
         return ("avx512",) if math.prod(values) <= MAX_VALUES else ()
@@ -53,12 +50,12 @@ class _Cpu(KernelFamily):
         weight = tensors["weight"].reshape(_convolution(operation).weight_shape)
         values, codes = pack(weight) if self.sparse else pack_dense(weight)
         packed = {"values": values} if codes is None else {"values": values, "codes": codes}
-        return {**packed, "bias": tensors["bias"]} if "bias" in tensors else packed
+        return {**packed, **{name: tensors[name] for name in _VECTORS if name in tensors}}
 
     def unpack(self, operation: Operation, packed: Tensors) -> dict[str, Tensor]:
         weight = unpack(Packed(packed["values"], packed.get("codes")), _convolution(operation).weight_shape)
         weight = weight.flatten(1) if isinstance(operation, Linear) else weight
-        return {"weight": weight, "bias": packed["bias"]} if "bias" in packed else {"weight": weight}
+        return {"weight": weight, **{name: packed[name] for name in _VECTORS if name in packed}}
 
     def laid_out(self, inputs: Sequence[Tensor], operation: Operation) -> list[Tensor]:
         x, *residual = inputs
@@ -70,9 +67,9 @@ class _Cpu(KernelFamily):
         x, residual = inputs[0], inputs[1] if len(inputs) > 1 else None
         if isinstance(operation, PooledConvolution) and x.numel() and self.runs(x):
             return max_pool(self.run(inputs, packed, operation.convolution, variant), operation.pool)
-        weights, bias = Packed(packed["values"], packed.get("codes")), packed.get("bias")
+        given = Packed(packed["values"], packed.get("codes")), packed.get("bias"), packed.get("scale")
         if x.is_cpu and x.numel():
-            known = known_program(operation, weights, bias)  # type: ignore[arg-type]
+            known = known_program(operation, *given)  # type: ignore[arg-type]
             if known is not None:
                 return known.run(x, residual)
         if not x.numel():
@@ -81,7 +78,7 @@ class _Cpu(KernelFamily):
             y = operation.reference(inputs, self.unpack(operation, packed))
             return self.writes.of(y, operation.channel_dim)
         assert isinstance(operation, Convolution | Linear)
-        return program_for(operation, weights, bias).run(x, residual)
+        return program_for(operation, *given).run(x, residual)
 
     def runs(self, x: Tensor) -> bool:
         """Whether the machine code runs on an input."""

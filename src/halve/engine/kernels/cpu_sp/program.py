@@ -73,11 +73,13 @@ def row_blocks(rows: int, products: int, most: int) -> list[tuple[int, int]]:
 class Program:
     """Code and weights of a layer."""
 
-    def __init__(self, operation: Convolution | Linear, packed: Packed, bias: Tensor | None) -> None:
+    def __init__(
+        self, operation: Convolution | Linear, packed: Packed, bias: Tensor | None, scale: Tensor | None = None
+    ) -> None:
         self.operation, self._convolution = operation, operation.convolution
-        self._sources = _sources(packed, bias)
+        self._sources = _sources(packed, bias, scale)
         self._dtype = packed.values.dtype
-        _check_weights(self._convolution, packed, bias)
+        _check_weights(self._convolution, packed, bias, scale)
         arithmetic = ARITHMETIC[self._dtype]
         self._size = arithmetic.size
         rows, taps, groups, kept = packed.values.shape
@@ -86,7 +88,11 @@ class Program:
             places = np.broadcast_to(np.arange(width), packed.values.shape)
         else:
             places = places_of(packed.codes.numpy())
-        bits = packed.values.detach().contiguous().view(torch.int16 if self._size == 2 else torch.int32)
+        values = packed.values.detach()
+        if scale is not None:  # of the output channels: part of their weights
+            values = (values * scale.detach().float().reshape(-1, 1, 1, 1)).to(self._dtype)
+            bias = None if bias is None else bias * scale.detach().float()
+        bits = values.contiguous().view(torch.int16 if self._size == 2 else torch.int32)
         vectors, weights = arithmetic.operands(places, bits.numpy())
         self.code = _code_for(arithmetic, vectors, width, kept, self._convolution.activation == "relu")
         self._products = weights.size  # multiply-adds for one vector of pixels
@@ -107,9 +113,9 @@ class Program:
         """The size of the code, which equal layers share."""
         return self.code.memory.size
 
-    def made_from(self, packed: Packed, bias: Tensor | None) -> bool:
+    def made_from(self, packed: Packed, bias: Tensor | None, scale: Tensor | None = None) -> bool:
         """Whether the program has these weights: the same tensors, unchanged since."""
-        return self._sources == _sources(packed, bias)
+        return self._sources == _sources(packed, bias, scale)
 
     def run(self, x: Tensor, residual: Tensor | None) -> Tensor:
         """Run the layer on inputs stored as planes."""
@@ -192,31 +198,37 @@ _programs: dict[int, tuple[object, list[Program]]] = {}  # by the id of the pack
 _lock = threading.Lock()
 
 
-def known_program(operation: Convolution | Linear, packed: Packed, bias: Tensor | None) -> Program | None:
+def known_program(
+    operation: Convolution | Linear, packed: Packed, bias: Tensor | None, scale: Tensor | None = None
+) -> Program | None:
     """The program of packed weights that have not changed since it was made. Runs before every layer."""
     for program in _programs.get(id(packed.values), _NONE)[1]:
-        if (program.operation is operation or program.operation == operation) and program.made_from(packed, bias):
+        if (program.operation is operation or program.operation == operation) and program.made_from(
+            packed, bias, scale
+        ):
             return program
     return None
 
 
-def program_for(operation: Convolution | Linear, packed: Packed, bias: Tensor | None) -> Program:
+def program_for(
+    operation: Convolution | Linear, packed: Packed, bias: Tensor | None, scale: Tensor | None = None
+) -> Program:
     """The program of packed weights. Emits code on first use, and again if the weights have changed."""
     with _lock:
-        found = known_program(operation, packed, bias)
+        found = known_program(operation, packed, bias, scale)
         if found is not None:
             return found
-        program, key = Program(operation, packed, bias), id(packed.values)
+        program, key = Program(operation, packed, bias, scale), id(packed.values)
         reference = WeakIdRef(packed.values, lambda _: _programs.pop(key, None))
         others = [one for one in _programs.get(key, _NONE)[1] if one.operation != operation]
         _programs[key] = reference, [*others, program]
         return program
 
 
-def _sources(packed: Packed, bias: Tensor | None) -> tuple[object, ...]:
+def _sources(packed: Packed, bias: Tensor | None, scale: Tensor | None) -> tuple[object, ...]:
     """What identifies weights: the tensors, and how often they were written to. Values are known, see `_programs`."""
     found: list[object] = []
-    for tensor in (packed.values, packed.codes, bias):
+    for tensor in (packed.values, packed.codes, bias, scale):
         if tensor is not None:
             found += [tensor.data_ptr(), None if tensor.is_inference() else tensor._version]
     return tuple(found)
@@ -231,7 +243,7 @@ def _code_for(arithmetic: Arithmetic, vectors: npt.NDArray[np.uint8], width: int
     return found
 
 
-def _check_weights(convolution: Convolution, packed: Packed, bias: Tensor | None) -> None:
+def _check_weights(convolution: Convolution, packed: Packed, bias: Tensor | None, scale: Tensor | None) -> None:
     """Raise `EngineError` if these are not the weights of the layer."""
     if packed.values.dtype not in ARITHMETIC:
         raise EngineError(f"the weight must be {' or '.join(map(str, ARITHMETIC))}, got {packed.values.dtype}")
@@ -242,6 +254,7 @@ def _check_weights(convolution: Convolution, packed: Packed, bias: Tensor | None
         ("values", packed.values, packed.values.dtype, values),
         ("codes", packed.codes, torch.uint8, codes),
         ("bias", bias, torch.float32, (convolution.rows,)),
+        ("scale", scale, None if scale is None else scale.dtype, (convolution.rows,)),
     ):
         if tensor is not None and (tensor.shape != shape or tensor.dtype != dtype or not tensor.is_cpu):
             raise EngineError(
