@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from halve.public import *  # noqa: F403
     from halve.public import __all__ as __all__
 
-_ALSO_PACKAGES = ("bench", "certify", "export", "learn", "prune", "select")  # names of public functions
+_ALSO_PACKAGES = ("bench", "certify", "export", "learn", "prune", "report", "select")  # names of public functions
 
 
 class _Package(ModuleType):

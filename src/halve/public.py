@@ -21,6 +21,7 @@ from halve.masks.packed import pack, unpack
 from halve.masks.pattern import Pattern
 from halve.prune.prune import prune
 from halve.prune.recalibrate import recalibrate
+from halve.report.report import report
 from halve.select.select import select
 from halve.select.speed_plan import load_plan
 from halve.version import VERSION as __version__
@@ -49,6 +50,7 @@ __all__ = [
     "pack",
     "prune",
     "recalibrate",
+    "report",
     "restore_order",
     "select",
     "unpack",

@@ -31,6 +31,7 @@ COMMANDS = {  # and the files that they are in
     "bench": "bench",
     "export": "export",
     "check-onnx": "export",
+    "report": "report",
     "inspect": "masks",
     "pack": "masks",
     "unpack": "masks",

@@ -23,6 +23,7 @@ from halve.errors import DataError, FileError
 from halve.export import file as onnx_file
 from halve.learn import reporting, run_state
 from halve.masks import file, packed, storage
+from halve.report.page import is_report
 from halve.select import speed_plan
 from halve.sources.images import ENDINGS, expand
 from halve.sources.weights import made_by
@@ -109,6 +110,7 @@ DEMO_PICTURE = _text("picture of 'halve demo'", MADE_BY_DEMO)
 FRONTIER_PICTURE = _text("plot of 'halve frontier'", MADE_BY_FRONTIER)
 ONNX = Kind("file by 'halve export'", onnx_file.is_exported)
 CERTIFICATE = Kind("certificate by 'halve certify'", is_certificate)
+REPORT = Kind("page of 'halve report'", is_report)
 RESULTS = Kind("result of 'halve bench'", _is_results)
 PLAN = Kind("plan of 'halve measure'", _is_plan)
 LOG = Kind("log of 'halve learn'", reporting.is_log, stream=True)

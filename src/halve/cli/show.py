@@ -4,7 +4,6 @@ import functools
 import json
 import re
 import sys
-import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,11 @@ from rich.text import Text
 
 from halve.cli.app import COMMANDS, command
 from halve.errors import listed
+from halve.markup import printable as printable
 from halve.masks.mask import MaskSet
 from halve.select.select import NOT_RUN
 
 OUT, ERR = Console(), Console(stderr=True)
-# Control characters (escape sequences), formatting ones (bidirectional overrides), surrogates, other line breaks.
-_CONTROLS = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> None:
@@ -35,23 +33,6 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
     out = OUT if OUT.is_terminal else Console(width=1000)
     out.print(Text(printable(title), style="bold"), soft_wrap=True)
     out.print(grid)
-
-
-def printable(text: str) -> str:
-    r"""Return text with escapes in place of characters that could control a terminal or reorder what it shows.
-
-    Names, recipes and errors may come from a file that someone else wrote. Line breaks stay.
-
-    >>> printable("layer\x1b[2J\u202e\n2")
-    'layer\\x1b[2J\\u202e\n2'
-    """
-    return text if text.isascii() and text.isprintable() else "".join(map(_escaped, text))
-
-
-def _escaped(character: str) -> str:
-    if character == "\n" or unicodedata.category(character) not in _CONTROLS:
-        return character
-    return character.encode("unicode_escape", "backslashreplace").decode("ascii")
 
 
 def as_options(text: str) -> str:

@@ -1,0 +1,59 @@
+"""Text and tables as HTML, for notebooks and reports. Names may come from a stranger's file: they stay text."""
+
+import html
+import unicodedata
+from collections.abc import Iterable, Sequence
+
+# Control characters (escape sequences), formatting ones (bidirectional overrides), surrogates, other line breaks.
+_CONTROLS = ("Cc", "Cf", "Cs", "Zl", "Zp")
+_MOST_ROWS = 200  # of a table in a notebook
+
+
+def printable(text: str) -> str:
+    r"""Return text with escapes in place of characters that could control a terminal or reorder what is shown.
+
+    Names, recipes and errors may come from a file that someone else wrote. Line breaks stay.
+
+    >>> printable("layer\x1b[2J\u202e\n2")
+    'layer\\x1b[2J\\u202e\n2'
+    """
+    return text if text.isascii() and text.isprintable() else "".join(map(_escaped, text))
+
+
+def _escaped(character: str) -> str:
+    if character == "\n" or unicodedata.category(character) not in _CONTROLS:
+        return character
+    return character.encode("unicode_escape", "backslashreplace").decode("ascii")
+
+
+def text(value: object) -> str:
+    """Return text that is shown as it is, inside of an element or of a quoted attribute.
+
+    >>> text('<script>"1"')
+    '&lt;script&gt;&quot;1&quot;'
+    """
+    return html.escape(printable(str(value)), quote=True)
+
+
+def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table for a notebook; columns whose name starts with '>' are right-aligned.
+
+    >>> table("2 layers", ("layer", ">weights"), [("conv", "64")])
+    '<table><caption>2 layers</caption><thead><tr><th style="text-align:left">layer</th>\
+<th style="text-align:right">weights</th></tr></thead><tbody><tr><td style="text-align:left">conv</td>\
+<td style="text-align:right">64</td></tr></tbody></table>'
+    """
+    sides = ["right" if column.startswith(">") else "left" for column in columns]
+
+    def row(tag: str, cells: Iterable[str]) -> str:
+        inner = "".join(
+            f'<{tag} style="text-align:{side}">{text(cell)}</{tag}>' for side, cell in zip(sides, cells, strict=True)
+        )
+        return f"<tr>{inner}</tr>"
+
+    shown = list(rows)
+    body = "".join(row("td", cells) for cells in shown[:_MOST_ROWS])
+    if len(shown) > _MOST_ROWS:
+        body += f'<tr><td colspan="{len(columns)}">and {len(shown) - _MOST_ROWS} more</td></tr>'
+    head = row("th", (column.removeprefix(">") for column in columns))
+    return f"<table><caption>{text(title)}</caption><thead>{head}</thead><tbody>{body}</tbody></table>"
