@@ -13,6 +13,7 @@ from halve.engine import inductor
 from halve.engine.compiled import INDUCTOR
 from halve.engine.inductor import Bodies, choose, compile_body
 from halve.engine.kernels.kernel import Kernel
+from halve.engine.recorded import shapes_of
 from halve.engine.timing_cache import TimingCache
 from halve.errors import EngineError
 
@@ -116,6 +117,24 @@ def test_the_plan_says_what_inductor_compiled(made):
     plan.batches, plan.inductor = {2: []}, {2: 12.3}
     assert "the rest compiled by Inductor in 12 s" in str(plan)
     assert type(plan).from_json(plan.as_json()).inductor == {2: 12.3}
+
+
+def test_no_call_compiles_again(made):
+    fast, x = copy.deepcopy(made[0]), made[1]
+    seen = []
+
+    def compiled(given):
+        seen.append((given.stride(), given.is_inference(), torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
+        return fast.body(given)
+
+    fast._bodies[shapes_of((x,))] = compiled
+    expected = fast(x)
+    assert torch.allclose(fast(x.to(memory_format=torch.channels_last)), expected, atol=1e-6)
+    with torch.inference_mode():
+        assert torch.allclose(fast(x), expected, atol=1e-6)
+        assert torch.allclose(fast(x.clone()), expected, atol=1e-6)
+    assert len(seen) == 4
+    assert set(seen) == {(x.stride(), False, False, False)}
 
 
 def test_it_is_tried_on_cpus_with_a_compiler(made, monkeypatch):

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from halve.batches import Images, Progress
 from halve.cuda_graphs import autotuned_cudnn
 from halve.engine.capture.guards import Guards
-from halve.engine.inductor import MAX_SECONDS, Bodies, Choice, by_default, choose, compile_body, unavailable
+from halve.engine.inductor import MAX_SECONDS, Bodies, Choice, Run, by_default, choose, compile_body, unavailable
 from halve.engine.kernels.kernel import Kernel
 from halve.engine.kernels.registry import FALLBACK, family_of, no_sparse_kernels
 from halve.engine.layer import Layer
@@ -100,13 +100,25 @@ class Compiled(nn.Module):
                 return self._run(*inputs)
 
     def _run(self, *inputs: Any) -> Any:
-        body = self._bodies.get(shapes_of(inputs), self.body) if self._bodies else self.body
-        outputs = body(*(self.cast_input(x) for x in inputs))
+        given = [self.cast_input(x) for x in inputs]
+        compiled = None
+        if self._bodies and not torch.compiler.is_compiling():
+            compiled = self._bodies.get(shapes_of(inputs))
+        outputs = self.body(*given) if compiled is None else self._run_compiled(compiled, given)
         if self.device.type == "cpu" and self._has_layers:
             outputs = pytree.tree_map_only(Tensor, _without_gaps, outputs)
         if self.output_dtype == self.dtype:
             return outputs
         return pytree.tree_map_only(Tensor, self._cast_output, outputs)
+
+    def _run_compiled(self, compiled: Run, inputs: Sequence[Tensor]) -> Any:
+        """Run what Inductor compiled. It would compile again for other strides, or for tensors of inference mode."""
+        with torch.inference_mode(False), torch.no_grad():
+            return compiled(*(self._as_compiled(x.clone() if x.is_inference() else x) for x in inputs))
+
+    def _as_compiled(self, x: Tensor) -> Tensor:
+        """An input with the strides that Inductor compiles for."""
+        return x.contiguous(memory_format=_NHWC) if x.dim() == 4 and not x.is_cpu else x.contiguous()
 
     def cast_input(self, x: Any) -> Any:
         """An input in the dtype and memory format that the layers compute in."""
@@ -210,7 +222,7 @@ class Compiled(nn.Module):
         if (spent := sum(self.plan.inductor.values())) > MAX_SECONDS and not only:
             self.plan.uncompiled[INDUCTOR] = f"not tried at batch size {size}, after compiling for {spent:.0f} s"
             return
-        given = tuple(self.cast_input(x) for x in inputs)
+        given = tuple(self._as_compiled(self.cast_input(x)) for x in inputs)
         sizes: dict[Layer, int] = {}
 
         def note(layer: Layer, layer_inputs: list[Tensor]) -> None:
@@ -244,8 +256,7 @@ class Compiled(nn.Module):
     def _expanded(self, x: Images, size: int) -> Any:
         if isinstance(x, list):
             return [x[0].to(self.device)] * size
-        x = x.to(self.device).expand(size, *x.shape[1:])
-        return x.contiguous(memory_format=_NHWC) if x.dim() == 4 else x.contiguous()
+        return self._as_compiled(x.to(self.device).expand(size, *x.shape[1:]))
 
     @contextlib.contextmanager
     def _unchanged_on_failure(self) -> Iterator[None]:
