@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from certified import certified_figure
 from figure import figure
 from records import (
     METRICS,
@@ -348,6 +349,77 @@ def gpu_layers() -> str:
     return f"{table(heads, rows)}\n\n{measured_on(records)}; {records[0]['dtype']}."
 
 
+CERTIFIED = {  # runs, and how they are called
+    "digits_intervals_0.25": ("digits, pixels change by 0.25/255", "intervals"),
+    "digits_region_2": ("digits, pixels change by 2/255", "CROWN"),
+    "digits_region_4": ("digits, pixels change by 4/255", "CROWN"),
+    "digits_region_radius": ("digits, radius in pixels", "CROWN"),
+    "digits_reuse_radius": ("digits, radius of an update of all layers", "CROWN"),
+    "resnet20_stage3_0.001": ("ResNet-20, stage 3 and head updated by 1e-3", "CROWN"),
+    "resnet20_all_1e-05": ("ResNet-20, all layers updated by 1e-5", "CROWN"),
+    "resnet20_region_0.0625": ("ResNet-20, pixels change by 0.0625/255", "CROWN"),
+    "resnet50_last_0.0001": ("ResNet-50, last block and head updated by 1e-4", "CROWN"),
+    "resnet50_last_0.001": ("ResNet-50, last block and head updated by 1e-3", "CROWN"),
+}
+
+
+def certify_proofs() -> str:
+    """Regions and updates: what is proven, and how far attacks get."""
+    records = {record["run"]: record for record in recorded("experiments/results/certify.json")}
+    rows = []
+    for run, (name, method) in CERTIFIED.items():
+        record = records.get(run)
+        if record is None or not record.get("n"):
+            continue
+        certified, attack, loss = f"{100 * record['share_certified']:.0f} %", "", ""
+        if "median_radius" in record:
+            unit, scale = ("/255", 255.0) if record["statement"] == "region" else ("", 1.0)
+            certified = f"median {scale * record['median_radius']:.2g}{unit}"
+            attack = f"from {scale * record['median_attack_radius']:.2g}{unit} on"
+        else:
+            attack = f"{100 * record['attack']:.0f} %"
+            loss = "" if record["tightness"] is None else f"{record['tightness']:.1f}"
+            if record["out_of_time"]:
+                certified += f" ({record['out_of_time']} not finished in 200 s)"
+        seconds = record["seconds_per_image"]
+        time = f"{seconds:.1f} s" if seconds < 100 else f"{seconds:.0f} s"
+        rows.append([name, method, str(record["n"]), certified, attack, loss, time])
+    heads = ["statement", "method", "images", "certified", "attack flips", "loss over attack", "time per image"]
+    return table(heads, rows)
+
+
+def certify_lemmas() -> str:
+    """Lemma 4 on real networks."""
+    records = [r for r in recorded("experiments/results/certify.json") if r["statement"] == "lemma 4"]
+    rows = [
+        [name_of(r["network"]), str(r["n"]), f"{r['median_margin']:.2g}", f"{r['median_bound']:.1e}"] for r in records
+    ]
+    return table(["network", "images", "margin of the dense scores", "lemma 4: scores change by at most"], rows)
+
+
+def certify_flips() -> str:
+    """Flips on real networks."""
+    data = {"resnet20_flips": "CIFAR-10 test", "resnet50_flips": "ImageNet photos"}
+    rows = []
+    for record in recorded("experiments/results/certify.json"):
+        if record["statement"] == "flips":
+            agreement, share = f"{100 * record['agreement']:.2f} %", f"{int(1e4 * record['share']) / 100:.2f} %"
+            name = f"{name_of(record['network'])}, {record['mask']}"
+            rows.append([name, f"{record['images']:,} ({data[record['run']]})", agreement, share])
+    return table(["masks", "images", "agreement measured", "certified with 99.9 % confidence"], rows)
+
+
+def certify_soundness() -> str:
+    """The long search for wrong bounds."""
+    record = recorded("benchmarks/results/soundness.json")
+    return prose(
+        f"`benchmarks/soundness.py` searches for wrong bounds: random networks of all these operators, with boxes "
+        f"around inputs and weights, against sampling and projected gradient descent. In {record['cases']:,} cases on "
+        f"{record['networks']:,} networks, {len(record['broken'])} bounds were wrong; "
+        f"{100 * record['proven'] / record['cases']:.0f} % of the cases were proven."
+    )
+
+
 TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
     name: (ROOT / page, made)
     for page, name, made in [
@@ -366,6 +438,11 @@ TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
         ("docs/speed.md", "gpu_layers", gpu_layers),
         ("docs/speed.md", "pool", pool),
         ("docs/speed.md", "photos", photos),
+        ("docs/certificates.md", "certify_flips", certify_flips),
+        ("docs/certificates.md", "certify_proofs", certify_proofs),
+        ("docs/certificates.md", "certify_lemmas", certify_lemmas),
+        ("docs/certificates.md", "certify_soundness", certify_soundness),
+        ("docs/certificates.svg", "certified_figure", certified_figure),
         ("docs/halve.svg", "figure", figure),
     ]
 }

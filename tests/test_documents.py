@@ -15,7 +15,7 @@ from halve.learn import run_state
 from halve.masks import file, packed
 
 ROOT = Path(__file__).parent.parent
-PAGES = ["README.md", "docs/guide.md", "docs/engine.md", "docs/export.md"]
+PAGES = ["README.md", "docs/guide.md", "docs/engine.md", "docs/export.md", "docs/certificates.md"]
 WITHOUT_EXAMPLES = [
     "docs/accuracy.md",
     "docs/speed.md",
@@ -72,8 +72,9 @@ def test_the_versions_of_file_formats_are_the_current_ones():
     assert table == [(suffix, format_.name, str(format_.version)) for suffix, format_ in formats]
 
 
-def test_the_picture_is_well_formed():
-    drawing = xml.dom.minidom.parse(str(ROOT / "docs" / "halve.svg"))
+@pytest.mark.parametrize("name", ["halve.svg", "certificates.svg"])
+def test_the_pictures_are_well_formed(name):
+    drawing = xml.dom.minidom.parse(str(ROOT / "docs" / name))
     assert drawing.documentElement.tagName == "svg"
 
 

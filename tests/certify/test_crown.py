@@ -9,6 +9,7 @@ from torch import nn
 
 from benchmarks.soundness import RESULT, cases, image, network
 from halve.certify.attack import attack_input, margin_of
+from halve.certify.changes import WeightBox
 from halve.certify.crown import Bounds
 from halve.certify.network import network_of
 from halve.certify.operators import CURVES, MaxPool, Normalise, ReLU, Smooth
@@ -77,6 +78,30 @@ def test_rounding_is_part_of_the_bound():
         assert bounds.values[-1].low[0] <= 1 <= bounds.values[-1].high[0]
         assert float(bounds.lower(torch.tensor([[1.0, 0.0]], dtype=torch.float64))) <= 1
         assert float(bounds.lower(torch.tensor([[-1.0, 0.0]], dtype=torch.float64))) <= -1
+
+
+@pytest.mark.parametrize("tighten", [False, True])
+def test_nothing_is_proven_where_numbers_overflow(tighten):
+    layers = [nn.Linear(4, 4, bias=False).double() for _ in range(4)]
+    with torch.no_grad():
+        for layer in layers:
+            layer.weight.fill_(1e150)
+        layers[0].weight[0] = -1e150
+    model = nn.Sequential(layers[0], nn.ReLU(), layers[1], nn.ReLU(), layers[2], nn.ReLU(), layers[3])
+    x = torch.ones(4, dtype=torch.float64)
+    bounds = Bounds(network_of(model, x[None]), around(x, torch.full_like(x, 2.0)), tighten=tighten)
+    assert bounds.overflow
+    assert bounds.margin(0, optimise=True) == -float("inf")
+
+
+def test_bounds_of_one_network_with_different_changes_do_not_mix():
+    model, x = network(3), image(3)
+    captured, label = network_of(model, x[None]), int(model(x[None]).argmax())
+    changes = {name: WeightBox(torch.full_like(layers[0].weight, 0.1)) for name, layers in captured.layers.items()}
+    changed = Bounds(captured, Interval(x, x), changes)
+    before = changed.margin(label)
+    assert Bounds(captured, Interval(x, x)).margin(label) > before
+    assert changed.margin(label) == before
 
 
 @pytest.mark.parametrize("name", CURVES)

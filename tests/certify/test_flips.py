@@ -100,6 +100,13 @@ def test_an_updated_checkpoint_and_any_other_network_are_compared_with_a_referen
     assert itself.result["same"] == 200
 
 
+@pytest.mark.filterwarnings("ignore::halve.errors.EngineWarning")
+def test_a_compiled_network_is_compared_with_the_masked_one(model, masks):
+    fast = halve.compile(model, masks, images(8))
+    found = halve.certify(fast, None, images(100), reference=halve.apply(model, masks))
+    assert found.result["same"] == 100
+
+
 def test_an_interrupted_count_is_reported_by_the_bound_that_allows_stopping(model, masks):
     def batches():
         yield images(64)

@@ -3,14 +3,16 @@
 What an attack finds is a fact, and what it does not find proves nothing. Attacks show how tight bounds are.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
 from halve.certify.rounding import Interval
+from halve.masks.mask import MaskSet
 
 _STEPS, _STARTS = 20, 2
+_MOST_BLOCKS = 4096  # of a layer, at a time
 
 
 def margin_of(scores: Tensor, label: int) -> Tensor:
@@ -78,3 +80,83 @@ def attack_weights(
             change = moved[name] - names[name] * (1.0 if step == 0 else 0.3) * gradient.sign()
             moved[name] = torch.minimum(torch.maximum(change, -names[name]), names[name])
     return least
+
+
+def attack_masks(model: nn.Module, dense: nn.Module, masks: MaskSet, image: Tensor, label: int) -> int | None:
+    """The smallest number of changed blocks found, over all layers, that changes the class; None if all were changed.
+
+    Blocks are changed in the order of what that takes off the margin, to first order, a few at a time and more and more
+    of them. In each, the best legal choice is made.
+
+    Args:
+        model: The masked network, in float64.
+        dense: The dense network, in float64.
+        masks: The masks.
+        image: The input, without a batch dimension.
+        label: The class.
+    """
+    weights = {name: dense.get_submodule(name).weight.detach() for name in masks}  # type: ignore[operator]
+    first = {name: mask.layout.to_blocks(mask.kept()) for name, mask in masks.items()}
+    kept = dict(first)
+
+    def run(now: Mapping[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
+        """The margin, and its derivative by the weights."""
+        used = {
+            f"{name}.weight": torch.where(masks[name].layout.from_blocks(now[name]), weights[name], 0.0).requires_grad_(
+                True
+            )
+            for name in masks
+        }
+        with torch.enable_grad():
+            margin = margin_of(torch.func.functional_call(model, used, (image[None],))[0], label)
+        gradients = torch.autograd.grad(margin, list(used.values()))
+        return float(margin.detach()), dict(zip(masks, gradients, strict=True))
+
+    def changed(now: Mapping[str, Tensor]) -> int:
+        return sum(int((now[name] != first[name]).any(-1).sum()) for name in masks)
+
+    most, batch = sum(len(block.flatten(0, 1)) for block in first.values()), 1
+    while changed(kept) < most:
+        _, gradients = run(kept)
+        best = _best_blocks(masks, weights, gradients, kept)
+        if not best:
+            return None
+        before, chosen = kept, best[:batch]
+        kept = _with(before, chosen)
+        if run(kept)[0] < 0:
+            low, high = 0, len(chosen)  # how many of the last blocks are needed
+            while high - low > 1:
+                middle = (low + high) // 2
+                low, high = (low, middle) if run(_with(before, chosen[:middle]))[0] < 0 else (middle, high)
+            return changed(_with(before, chosen[:high]))
+        batch *= 2
+    return None
+
+
+_Choice = tuple[float, str, int, int, Tensor]  # what it takes off the margin, layer, row, block, what is kept
+
+
+def _best_blocks(
+    masks: MaskSet, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor], kept: Mapping[str, Tensor]
+) -> list[_Choice]:
+    """The changes of blocks that take most off the margin, to first order."""
+    found: list[_Choice] = []
+    for name, mask in masks.items():
+        gained = mask.layout.to_blocks(gradients[name] * weights[name])
+        order = gained.argsort(-1)[..., : mask.pattern.kept]
+        other = torch.zeros_like(kept[name]).scatter_(-1, order, True)
+        less = (gained * kept[name]).sum(-1) - (gained * other).sum(-1)
+        values, places = less.flatten().sort(descending=True)
+        for value, place in zip(values.tolist()[:_MOST_BLOCKS], places.tolist(), strict=False):
+            if value <= 0:
+                break
+            row, block = divmod(place, less.shape[1])
+            found.append((value, name, row, block, other[row, block]))
+    return sorted(found, key=lambda choice: -choice[0])
+
+
+def _with(kept: Mapping[str, Tensor], chosen: Sequence[_Choice]) -> dict[str, Tensor]:
+    result = {name: blocks.clone() for name, blocks in kept.items()}
+    for _, name, row, block, other in chosen:
+        result[name][row, block] = other
+    return result

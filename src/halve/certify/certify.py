@@ -14,12 +14,14 @@ from halve.certify.digests import digest_of_masks, digest_of_model
 from halve.certify.region import region as certify_region
 from halve.certify.reuse import reuse as certify_reuse
 from halve.certify.rounding import exact_convolutions
+from halve.certify.worst_mask import worst_mask as certify_worst_mask
 from halve.errors import CertificateError, OptionError, listed
-from halve.masks.apply import OnChanged, applied_in_checkpoint_order, apply, check_dense
+from halve.masks.apply import OnChanged, applied_in_checkpoint_order, apply, check_dense, restore_order
 from halve.masks.mask import MaskSet
 from halve.modules import check_initialised, clone, unwrapped
 from halve.process_state import preserved_process_state
 
+PROOFS = ("region", "reuse", "changed_blocks")  # options that ask for proofs of single images
 _CLOSE = 1e-6  # how far recomputed margins may differ, relative to 1 + their size: other machines round differently
 
 
@@ -41,6 +43,7 @@ def certify(
     relative: bool = True,
     layers: Sequence[str] | str | None = None,
     also_dense: bool = False,
+    changed_blocks: int | None = None,
     optimise: bool = True,
     check: Certificate | str | Path | None = None,
     forward: Forward | None = None,
@@ -49,11 +52,12 @@ def certify(
 ) -> Certificate:
     """Certify what masks do not change, from images without labels.
 
-    There are three kinds of statements, each with its assumptions in the certificate. By default: how often the masked
+    There are four kinds of statements, each with its assumptions in the certificate. By default: how often the masked
     network predicts what the dense one predicts, on images like these, by an exact binomial bound; this works for any
     network. `region=`: for each image, that no input close to it changes the prediction of either network. `reuse=`:
-    for each image, that no small update of the weights does, with the same masks. The last two are proofs by linear
-    bounds, which take seconds for each image and are useful for small networks, or for the last layers of large ones.
+    for each image, that no small update of the weights does, with the same masks. `changed_blocks=`: that no change of
+    a few blocks of the masks does, and how many an adversary needs. All but the first are proofs by linear bounds,
+    which take seconds for each image and are useful for small networks, or for the last layers of large ones.
 
     Args:
         model: The dense model. It is not changed. For an updated checkpoint, the updated model.
@@ -75,6 +79,8 @@ def certify(
         layers: For `reuse`, globs of the layers that are updated. Default: all layers with weights.
         also_dense: For `reuse`, also prove that the dense network with the update predicts the class, so that masked
             and dense network agree after it. Default: False.
+        changed_blocks: Certify that no change of at most this many blocks of the masks changes the prediction, and find
+            how many an adversary needs.
         optimise: Optimise the bounds where they do not suffice at first (alpha-CROWN). Default: True.
         check: A certificate or its file: compute it again with its own settings. Raises `CertificateError` unless
             weights, masks and images are the same, and the result is too.
@@ -103,6 +109,7 @@ def certify(
         "std": std,
     }
     options |= {"reuse": reuse, "relative": relative, "also_dense": also_dense, "optimise": optimise}
+    options["changed_blocks"] = changed_blocks
     options["layers"] = [layers] if isinstance(layers, str) else layers
     claimed = None
     if check is not None:
@@ -118,11 +125,11 @@ def certify(
     if reference is not None:
         digests["reference"] = digest_of_model(unwrapped(reference))
     compared = clone(model if reference is None else unwrapped(reference)).eval()
-    if options["region"] is not None or options["reuse"] is not None:
+    if any(options[name] is not None for name in PROOFS):
         assert masks is not None
-        masked = applied_in_checkpoint_order(model, masks, on_changed).cpu()
+        masked, dense = applied_in_checkpoint_order(model, masks, on_changed), restore_order(model, masks)
         with exact_convolutions():
-            found = _proven(masked, compared.cpu(), masks, data, digests, options, progress)
+            found = _proven(masked.cpu(), dense.cpu(), masks, data, digests, options, progress)
     else:
         networks = [apply(model, one, on_changed=on_changed).eval() for one in (masks, against) if one is not None]
         found = _counted(networks or [clone(model).eval()], compared, data, digests, options, forward, progress)
@@ -161,6 +168,8 @@ def _proven(
     if options["region"] is not None:
         pixels = {"eps": options["region"], "mean": options["mean"], "std": options["std"]}
         return certify_region(masked, dense, data, digests, **pixels, **common)
+    if options["changed_blocks"] is not None:
+        return certify_worst_mask(masked, dense, masks, data, digests, blocks=options["changed_blocks"], **common)
     update = {"update": options["reuse"]} | {key: options[key] for key in ("relative", "layers", "also_dense")}
     return certify_reuse(masked, dense, masks, data, digests, **update, **common)
 
@@ -192,11 +201,13 @@ def _check_options(
         raise OptionError(f"share must be between 0 and 1, such as 0.99; got {share!r}")
     if isinstance(by, str) and by not in ("class", "label"):
         raise OptionError(f"by must be 'class', 'label' or a function of a batch, got {by!r}")
-    given = [name for name in ("region", "reuse") if options[name] is not None]
+    given = [name for name in PROOFS if options[name] is not None]
     counted = [name for name in ("share", "by") if options[name] is not None] + ["against"] * (against is not None)
     for name in given:
         value = options[name]
         radius = name == "reuse" and value == "radius"
+        if name == "changed_blocks" and (not isinstance(value, int) or value < 1):
+            raise OptionError(f"changed_blocks must be a positive integer, got {value!r}")
         if not radius and (not isinstance(value, int | float) or not 0 < value < math.inf):
             raise OptionError(f"{name} must be a positive number, got {value!r}")
     if given and (len(given) > 1 or counted or reference is not None or forward is not None):

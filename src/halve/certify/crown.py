@@ -46,6 +46,7 @@ class Bounds:
     seconds: float = float("inf")
     values: list[Interval] = field(default_factory=list, init=False)
     fixed: list[bool] = field(default_factory=list, init=False)
+    overflow: bool = field(default=False, init=False)  # whether values exceed the range of float64: nothing is proven
     assumed: str = field(default="", init=False)  # the module from which on rounding before changed layers is assumed
 
     def __post_init__(self) -> None:
@@ -65,6 +66,9 @@ class Bounds:
                 reader = readers.get(place)
                 if self.tighten and reader is not None and not self.fixed[place]:
                     self._tighten(place, reader.open(self.values[place]), deadline)
+                if not all(bool(end.isfinite().all()) for end in self.values[place]):
+                    self.overflow = True  # comparisons with NaN would be wrong from here on
+                    break
                 if time.monotonic() > deadline:
                     raise OutOfTime
 
@@ -130,6 +134,7 @@ class Bounds:
             if node.operator is None or self.fixed[at]:
                 constants.append(dot(rows, value.low, value.high))
                 continue
+            self._set_change(node.operator)
             inputs = [self.values[i] for i in node.inputs]
             parts, constant = node.operator.backward(rows, inputs, (slopes or {}).get(at))
             constants.append(constant)
@@ -139,7 +144,8 @@ class Bounds:
                     nothing = torch.zeros_like(self.values[i].low)
                     constants.append(dot(part, nothing, nothing, self.values[i].magnitude * (2 * UNIT)))
                 waiting[i] = part
-        return total(constants)
+        found = total(constants)
+        return torch.where(found.isnan(), -math.inf, found)
 
     def margin(self, label: int, optimise: bool = False) -> float:
         """A lower bound of how far the score of a class is above all others; positive if it must be predicted.
@@ -148,6 +154,8 @@ class Bounds:
             label: The class.
             optimise: Whether to optimise slopes where a first bound does not suffice. Default: False.
         """
+        if self.overflow:
+            return -math.inf
         low, high = self.values[-1]
         with torch.no_grad():
             apart = (low[label] - high) * (1 - 4 * UNIT) - (low[label].abs() + high.abs()) * UNIT

@@ -358,10 +358,10 @@ _MOVES = (
     ),
     *(_ATEN.transpose.int, _ATEN.flatten.using_ints, _ATEN.unsqueeze.default, _ATEN.squeeze.dim, _ATEN.squeeze.dims),
     *(_ATEN.slice.Tensor, _ATEN.select.int, _ATEN.pad.default, _ATEN.constant_pad_nd.default, _ATEN.alias.default),
-    *(_ATEN.expand.default, _ATEN.contiguous.default, _ATEN.detach.default, _ATEN._to_copy.default),
+    *(_ATEN.contiguous.default, _ATEN.detach.default, _ATEN._to_copy.default),
 )
-_AVERAGES = (
-    *(_ATEN.mean.dim, _ATEN.sum.dim_IntList, _ATEN.avg_pool1d.default, _ATEN.avg_pool2d.default),
+_AVERAGES = (  # these, or their transposes, add up
+    *(_ATEN.expand.default, _ATEN.mean.dim, _ATEN.sum.dim_IntList, _ATEN.avg_pool1d.default, _ATEN.avg_pool2d.default),
     *(_ATEN.adaptive_avg_pool2d.default, _ATEN.adaptive_avg_pool1d.default, _ATEN._adaptive_avg_pool2d.default),
 )
 _CONVOLUTIONS = (_ATEN.conv1d.default, _ATEN.conv2d.default, _ATEN.conv3d.default, _ATEN.conv2d.padding)

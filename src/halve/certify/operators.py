@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from halve.certify.rounding import UNIT, Interval, around, dot, gamma
+from halve.errors import ModelError
 
 _SMALL = 1 << 18  # products of the numbers of inputs and outputs
 Lines = tuple[Tensor, Tensor, Tensor, Tensor]  # slope and intercept below, slope and intercept above
@@ -194,6 +195,10 @@ class Layer(Linear):
     def positions(self, rows: Tensor) -> int:
         """How often each weight is used."""
 
+    @abstractmethod
+    def patches(self, x: Tensor) -> Tensor:
+        """What the weights of one row are multiplied by, (weights, positions)."""
+
     def apply(self, x: Tensor) -> Tensor:
         return self.apply_weight(x, self.weight)
 
@@ -271,14 +276,16 @@ class Convolution(Layer):
     def gradient(self, rows: Tensor, x: Tensor) -> Tensor:
         if self._spatial != 2:  # unfold is for images only
             return torch.stack([self._gradient(row, x) for row in rows])
-        taps = self.weight.shape[2:]
-        patches = torch.nn.functional.unfold(
-            x[None], tuple(taps), tuple(self._dilation), tuple(self._padding), tuple(self._stride)
-        )[0]
-        groups = self._groups
+        groups, patches = self._groups, self.patches(x)
         patches = patches.reshape(groups, -1, patches.shape[1])
         parts = rows.reshape(len(rows), groups, rows.shape[1] // groups, -1)
         return torch.einsum("sgop,gkp->sgok", parts, patches).reshape(len(rows), *self.weight.shape)
+
+    def patches(self, x: Tensor) -> Tensor:
+        if self._spatial != 2:
+            raise ModelError(f"certify has no bounds for changed masks of {self.name}: it is no convolution of images")
+        where = (tuple(self._dilation), tuple(self._padding), tuple(self._stride))
+        return torch.nn.functional.unfold(x[None], tuple(self.weight.shape[2:]), *where)[0]
 
     def _gradient(self, row: Tensor, x: Tensor) -> Tensor:
         none, mask = [0] * self._spatial, [False, True, False]
@@ -310,6 +317,9 @@ class Product(Layer):
 
     def positions(self, rows: Tensor) -> int:
         return math.prod(rows.shape[1:-1])
+
+    def patches(self, x: Tensor) -> Tensor:
+        return x.reshape(-1, x.shape[-1]).T
 
 
 class Sum(Operator):

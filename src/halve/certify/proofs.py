@@ -5,7 +5,7 @@ Images are taken one by one; Ctrl-C keeps those that are finished.
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -150,13 +150,12 @@ def prove(pair: Pair, data: Any, one: Callable[[Tensor, int], Proof], progress: 
     return proofs
 
 
-def _images(data: Any, digest: ImageDigest) -> list[Tensor]:
-    """All images in float64."""
-    found: list[Tensor] = []
+def _images(data: Any, digest: ImageDigest) -> Iterator[Tensor]:
+    """The images in float64, one by one: there may be more than fit into memory."""
     for index, batch in enumerate(iterate(data)):
-        digest.add(batch, None, index)
-        found += [image.detach().cpu().double() for image in images_of(batch)]
-    return found
+        for image in images_of(batch):
+            digest.add(image[None], None, index)
+            yield image.detach().cpu().double()
 
 
 def described(proofs: Proofs, statement: str) -> str:

@@ -48,6 +48,12 @@ def certify(
     also_dense: Annotated[
         bool, typer.Option("--also-dense", help="With --reuse: also prove it for the dense network.")
     ] = False,
+    changed_blocks: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Prove that no change of so many blocks of the masks changes the class, and attack it."
+        ),
+    ] = None,
     check: Annotated[Path | None, typer.Option(help="Compute this certificate again; fail if it is not true.")] = None,
     out: Annotated[Path | None, typer.Option(help="Certificate to write, customarily NAME.certificate.json.")] = None,
     images: o.Images = None,
@@ -64,9 +70,9 @@ def certify(
 ) -> None:
     """Certify what masks do not change: how often predictions stay the same, from images without labels.
 
-    Two mask files are compared with each other on the same images. --region and --reuse prove statements about single
-    images, which takes seconds for each: --images limits their number. Exit codes: 0 proven, 1 not proven, or --check
-    failed; 2 bad input.
+    Two mask files are compared with each other on the same images. --region, --reuse and --changed-blocks prove
+    statements about single images, which takes seconds for each: --images limits their number. Exit codes: 0 proven,
+    1 not proven, or --check failed; 2 bad input.
 
     \b
     halve certify zoo.py:net --weights net.safetensors --masks net.masks.safetensors --data photos/
@@ -85,6 +91,7 @@ def certify(
     opened = o.open_model(model, weights, device, size, resize, mean, std)
     other = None if reference is None else o.open_model(model, reference, device, size, resize, mean, std).model
     proof: dict[str, Any] = {"layers": layers or None, "also_dense": also_dense}
+    proof["changed_blocks"] = changed_blocks
     if region is not None:
         proof |= {"region": _number("--region", region)} | _normalisation(opened.preprocess)
     if reuse is not None:

@@ -1,0 +1,63 @@
+"""The picture in docs/certificates.md: share of images that are certified, against the radius; drawn by tables.py."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from figure import DARK, STYLE
+from records import recorded
+
+WIDTH, HEIGHT = 1000, 360
+COLORS = {"halve": "#1a7f37", "magnitude": "#bf8700"}
+PANELS = (
+    ("digits_region_radius", "Digits: change of each pixel, in 1/255", 255.0, 16.0),
+    ("digits_reuse_radius", "Digits: update of each weight, in 1/1000 of its layer's RMS", 1000.0, 32.0),
+)
+
+
+def certified_figure() -> str:
+    """The picture as SVG."""
+    records = {record["run"]: record for record in recorded("experiments/results/certify.json")}
+    parts = [f'<rect class="card" x="1" y="1" width="{WIDTH - 2}" height="{HEIGHT - 2}" rx="14"/>']
+    for place, (run, title, scale, most) in enumerate(PANELS):
+        parts += _panel(60 + 480 * place, title, records.get(run), scale, most)
+    media = f"@media (prefers-color-scheme: dark) {{{DARK}}}"
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+    label = 'aria-label="Share of images certified and share not flipped by an attack, against the radius">'
+    return "\n".join([head + label, f"<style>{STYLE}{media}\n</style>", *parts, "</svg>\n"])
+
+
+def _panel(x: float, title: str, record: dict[str, Any] | None, scale: float, most: float) -> list[str]:
+    width, top, bottom = 400.0, 70.0, 280.0
+    parts = [f'<text x="{x:g}" y="40" class="bold">{title}</text>']
+    for share in (0, 0.5, 1):
+        y = bottom - (bottom - top) * share
+        parts.append(f'<line class="line" x1="{x:g}" y1="{y:g}" x2="{x + width:g}" y2="{y:g}"/>')
+        parts.append(f'<text x="{x - 42:g}" y="{y + 5:g}" class="small">{100 * share:.0f} %</text>')
+    for tick in range(5):
+        at = x + width * tick / 4
+        parts.append(f'<text x="{at:g}" y="{bottom + 22:g}" class="small middle">{most * tick / 4:g}</text>')
+    if record is None:
+        return parts
+    found = [one for one in record["per_image"] if one["agree"]]
+    lines = (("radius", "halve", "certified"), ("attack_radius", "magnitude", "not flipped by an attack"))
+    for row, (key, kind, name) in enumerate(lines):
+        radii = sorted(scale * one[key] for one in found)
+        style = f"fill: none; stroke-width: 3; stroke: {COLORS[kind]}"
+        parts.append(f'<path style="{style}" d="{_steps(radii, x, width, most)}"/>')
+        parts.append(f'<rect class="{kind}" x="{x + 190 * row:g}" y="318" width="14" height="14" rx="3"/>')
+        parts.append(f'<text x="{x + 190 * row + 22:g}" y="330">{name}</text>')
+    parts.append(f'<text x="{x + width:g}" y="58" class="small" text-anchor="end">{len(found)} images</text>')
+    return parts
+
+
+def _steps(radii: Sequence[float], x: float, width: float, most: float) -> str:
+    """A path: the share of radii that are at least as large."""
+    top, bottom, count = 70.0, 280.0, len(radii)
+    path = f"M {x:g} {top:g}"
+    for index, radius in enumerate(radii, 1):
+        at = x + width * min(radius / most, 1.0)
+        before, after = (bottom - (bottom - top) * (count - i) / count for i in (index - 1, index))
+        path += f" L {at:.1f} {before:.1f} L {at:.1f} {after:.1f}"
+        if radius >= most:
+            break
+    return path
