@@ -34,6 +34,7 @@ PHOTO = "photos/ant/0.png"
 WRITES = [
     (("prune", *NET, "--data", "photos"), "--out", ("zoo.py", "net.safetensors", PHOTO)),
     (("measure", *NET, "--size", "16"), "--out", ("zoo.py", "net.safetensors")),
+    (("certify", *NET, "--masks", "net.masks.safetensors", "--data", "photos"), "--out", (*MASKED, PHOTO)),
     (APPLY, "--out", MASKED),
     (("pack", *APPLY[1:]), "--out", MASKED),
     (("recalibrate", *APPLY[1:], "--data", "photos"), "--out", (*MASKED, PHOTO)),
@@ -42,12 +43,14 @@ WRITES = [
     (("export", *APPLY[1:], "--size", "16", "--data", "photos"), "--out", (*MASKED, PHOTO)),
     (("unpack", "net.packed.safetensors"), "--out", ("net.packed.safetensors",)),
     (("unpack", "net.packed.safetensors", "--out", "x"), "--masks-out", ("net.packed.safetensors",)),
+    (("report", MASKED[2], "--model", *NET, "--data", "photos"), "--out", (*MASKED, PHOTO)),
     *(
         ((*LEARN, "--classes", "classes.txt", "--start", "net.masks.safetensors", *more), option, (*MASKED, *read))
         for option, more, read in (
             ("--out", (), ("classes.txt", PHOTO)),
             ("--log", ("--out", "x"), ("classes.txt", PHOTO)),
             ("--run-state", ("--out", "x"), ("classes.txt",)),
+            ("--report", ("--out", "x"), ("classes.txt", PHOTO)),
         )
     ),
 ]
@@ -126,6 +129,7 @@ PRODUCES = {
     ),
     "onnx": (("export", *APPLY[1:], "--size", "8"), "--out"),
     "log": ((*LEARN, "--out", "learned"), "--log"),
+    "page": (("report", "net.masks.safetensors"), "--out"),
 }
 COMPILES = pytest.mark.filterwarnings("ignore:running dense")
 
