@@ -43,12 +43,14 @@ WRITES = [
     (("export", *APPLY[1:], "--size", "16", "--data", "photos"), "--out", (*MASKED, PHOTO)),
     (("unpack", "net.packed.safetensors"), "--out", ("net.packed.safetensors",)),
     (("unpack", "net.packed.safetensors", "--out", "x"), "--masks-out", ("net.packed.safetensors",)),
+    (("report", MASKED[2], "--model", *NET, "--data", "photos"), "--out", (*MASKED, PHOTO)),
     *(
         ((*LEARN, "--classes", "classes.txt", "--start", "net.masks.safetensors", *more), option, (*MASKED, *read))
         for option, more, read in (
             ("--out", (), ("classes.txt", PHOTO)),
             ("--log", ("--out", "x"), ("classes.txt", PHOTO)),
             ("--run-state", ("--out", "x"), ("classes.txt",)),
+            ("--report", ("--out", "x"), ("classes.txt", PHOTO)),
         )
     ),
 ]
@@ -127,6 +129,7 @@ PRODUCES = {
     ),
     "onnx": (("export", *APPLY[1:], "--size", "8"), "--out"),
     "log": ((*LEARN, "--out", "learned"), "--log"),
+    "page": (("report", "net.masks.safetensors"), "--out"),
 }
 COMPILES = pytest.mark.filterwarnings("ignore:running dense")
 

@@ -1,7 +1,8 @@
 """Measure a masked model's accuracy, and its agreement with the dense model."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, fields
+from functools import partial
 from typing import Any, Literal, get_args
 
 import torch
@@ -11,9 +12,11 @@ from halve.batches import Forward, Progress, is_detections, iterate, main_output
 from halve.check.classification import ClassificationCount
 from halve.check.detection import DetectionCount
 from halve.check.outputs import detections_of, tensor_of
+from halve.check.per_layer import LayerLoss, LayerLosses
 from halve.check.regression import RegressionCount
 from halve.check.segmentation import SegmentationCount
 from halve.errors import ModelError, OptionError, listed
+from halve.markup import table
 from halve.masks.apply import OnChanged, apply, check_dense
 from halve.masks.mask import MaskSet
 from halve.modules import check_initialised, clone, unwrapped
@@ -57,6 +60,7 @@ class Evaluation:
         precision: Share of the model's boxes that have a partner among the dense model's.
         recall: Share of the dense model's boxes that have a partner among the model's.
         output_error: Norm of the difference to the dense model's outputs, relative to the norm of those.
+        layers: What is lost when each layer alone is masked, by name, if that was asked for.
     """
 
     images: int
@@ -77,14 +81,40 @@ class Evaluation:
     recall: float | None = None
     output_error: float | None = None
     agreement_interval: tuple[float, float] | None = None
+    layers: Mapping[str, LayerLoss] | None = None
 
     def as_json(self) -> dict[str, Any]:
         """What is measured of the task, as plain values."""
-        return {"task": self.task, **{name: getattr(self, name) for name in FIELDS[self.task]}}
+        measured = {"task": self.task, **{name: getattr(self, name) for name in FIELDS[self.task]}}
+        if self.layers is None:
+            return measured
+        return measured | {"layers": {name: asdict(loss) for name, loss in self.layers.items()}}
+
+    def _repr_html_(self) -> str:
+        """A table for notebooks: the model, the dense model where it was measured, and the layers."""
+        names = [name for name in FIELDS[self.task] if not name.startswith("dense_")]
+        rows = [
+            (name.replace("_", " "), _cell(getattr(self, name)), _cell(getattr(self, f"dense_{name}", None)))
+            for name in names
+        ]
+        shown = table(f"{self.task}, {self.images:,} images", ("", ">model", ">dense"), rows)
+        if self.layers is None:
+            return shown
+        losses = [(name, *map(_cell, asdict(loss).values())) for name, loss in self.layers.items()]
+        heads = ("layer", *(f">{field.name.replace('_', ' ')}" for field in fields(LayerLoss)))
+        return shown + table("each layer masked alone", heads, losses)
 
     def __repr__(self) -> str:
-        known = {name: value for name, value in self.as_json().items() if value is not None}
+        known = {name: value for name, value in self.as_json().items() if value is not None and name != "layers"}
         return f"Evaluation({', '.join(f'{name}={value!r}' for name, value in known.items())})"
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, tuple):
+        return " to ".join(map(_cell, value))
+    return f"{value:,}" if isinstance(value, int) else f"{value:.4f}"
 
 
 @preserved_process_state()
@@ -97,6 +127,7 @@ def evaluate(
     task: Task | None = None,
     classes: Sequence[int] | None = None,
     min_score: float = 0.0,
+    per_layer: bool = False,
     forward: Forward | None = None,
     progress: Progress = True,
     on_changed: OnChanged = "warn",
@@ -114,6 +145,8 @@ def evaluate(
         classes: For data with only some of the model's classes, the model's output for each label. All outputs still
             compete.
         min_score: For detection, the lowest score of boxes that count. Default: 0.0.
+        per_layer: Also measure what is lost when each layer alone is masked (`Evaluation.layers`); the model runs once
+            more for every masked layer. Default: False.
         forward: `forward(model, batch)` runs the model on an unusual batch.
         progress: Show progress in terminals and notebooks, or a function such as `tqdm.tqdm` that wraps loops.
             Default: True.
@@ -139,6 +172,9 @@ def evaluate(
     else:
         subject = clone(model).eval()
     reference = None if dense is None else clone(unwrapped(dense)).eval()
+    if per_layer and masks is None:
+        raise OptionError("per_layer=True needs masks: it measures what each of them costs")
+    losses = LayerLosses(model, masks, forward) if per_layer and masks is not None else None
     count = None
     with torch.no_grad():
         for index, batch in enumerate(iterate(data, progress, "images")):
@@ -151,9 +187,11 @@ def evaluate(
                 against = read(result_of(reference, batch, forward), index, "dense ")
                 _check_same_shape(output, against)
             count.add(output, against, batch, index)
+            if losses is not None:
+                losses.add(against, batch, index, read, partial(_count_of, task, classes, min_score, forward))
     assert count is not None  # `iterate` raises if there are no batches
     assert task is not None
-    return Evaluation(task=task, **count.shares())
+    return Evaluation(task=task, **count.shares(), layers=None if losses is None else losses.losses())
 
 
 def _check_same_shape(output: Any, against: Any) -> None:

@@ -7,6 +7,7 @@ import typer
 
 import halve
 from halve.check.evaluate import Evaluation, Task
+from halve.check.per_layer import LayerLoss
 from halve.cli import options as o
 from halve.cli import progress, show
 from halve.errors import DataError
@@ -29,6 +30,13 @@ def evaluate(
         str | None, typer.Option(help=f"What the outputs are: {', '.join(get_args(Task))} (default: told from them).")
     ] = None,
     min_score: Annotated[float, typer.Option(min=0, max=1, help="The lowest score of boxes that count.")] = 0.0,
+    per_layer: Annotated[
+        bool,
+        typer.Option(
+            "--per-layer",
+            help="Also measure what is lost when each layer alone is masked; runs the model once more per layer.",
+        ),
+    ] = False,
     classes: o.Classes = None,
     images: o.Images = None,
     batch: o.Batch = 64,
@@ -61,6 +69,7 @@ def evaluate(
             task=task,  # type: ignore[arg-type]
             classes=source.classes,
             min_score=min_score,
+            per_layer=per_layer,
             progress=progress.track,
             on_changed=on_changed,  # type: ignore[arg-type]
         )
@@ -87,6 +96,26 @@ def evaluate(
         ("", *(f">{column}" for column in COLUMNS[result.task])),
         [*rows, *(row_of("masked" if len(read) == 1 else name, one) for name, one in results.items())],
     )
+    for name, one in results.items():
+        if one.layers is not None:
+            _show_layers(name, one)
+
+
+def _cost(loss: LayerLoss) -> float:
+    return next((cost for cost in (loss.kl, loss.output_error, loss.feature_error) if cost is not None), 0.0)
+
+
+def _show_layers(name: str, result: Evaluation) -> None:
+    """Print what each mask costs, the costliest first."""
+    losses = sorted((result.layers or {}).items(), key=lambda item: -_cost(item[1]))
+    shown: dict[str, Callable[[Any], str]] = {"agreement": show.percent, "kl": _number, "output_error": show.percent}
+    known = {key: form for key, form in shown.items() if any(getattr(loss, key) is not None for _, loss in losses)}
+    rows = [
+        (layer, show.percent(loss.feature_error), *(form(getattr(loss, key)) for key, form in known.items()))
+        for layer, loss in losses
+    ]
+    heads = ("layer", ">feature error", *(f">{'mean KL' if key == 'kl' else key.replace('_', ' ')}" for key in known))
+    show.table(f"{name}, each layer masked alone", heads, rows)
 
 
 # The columns of each task: the field of an `Evaluation`, and how it is shown.

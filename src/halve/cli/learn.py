@@ -9,11 +9,13 @@ import typer
 import halve
 from halve.cli import options as o
 from halve.cli import progress, show
-from halve.cli.output import LOG, MASKS, RUN_STATE, Output, is_first_rank, reads
+from halve.cli.learning_page import LearningPage
+from halve.cli.output import LOG, MASKS, REPORT, RUN_STATE, Output, is_first_rank, reads
 from halve.cli.signature import derived, with_options
 from halve.errors import DataError, FileError, HalveError, LearningError
 from halve.learn import held_back
-from halve.learn.reporting import is_log
+from halve.learn.probe import Estimate
+from halve.learn.reporting import Report, is_log
 from halve.learn.run_state import SUFFIX as LEARNING_SUFFIX
 from halve.learn.settings import LearnOptions
 from halve.masks.file import SUFFIX
@@ -23,7 +25,6 @@ from halve.sources.data import Data
 # Options of halve.learn that the command line does not have, and why.
 PYTHON_ONLY = {
     "forward": "a function",
-    "report": "a function; the command shows its own progress",
     "progress": "a function; the command shows its own progress",
     "example": "a batch; the command takes the first one of --data",
 }
@@ -31,6 +32,7 @@ NO_VALIDATION = "none"
 PARTIAL_SUFFIX = f".partial{SUFFIX}"  # of masks from a run that failed
 _HINTS = typing.get_type_hints(halve.learn) | typing.get_type_hints(LearnOptions)
 _SHARED = {"model", "data", "seed", *SelectOptions.__annotations__}  # written below, as in other commands
+_A_FILE = {"report"}  # in Python a function that gets reports; here a page that shows them
 
 BELOW_AGREEMENT = 5  # exit code: masks were written, but agree less than --min-agreement asks for
 
@@ -41,7 +43,7 @@ _NOTES = {
 }
 
 
-@with_options(derived(halve.learn, _HINTS, PYTHON_ONLY.keys() | _SHARED, _NOTES), after="out")
+@with_options(derived(halve.learn, _HINTS, PYTHON_ONLY.keys() | _SHARED | _A_FILE, _NOTES), after="out")
 def learn(
     context: typer.Context,
     model: o.Model,
@@ -59,6 +61,10 @@ def learn(
             help="Exit with code 5 if the masks agree with the dense network on less than this share of the validation "
             "images, such as 0.9. The masks are written in any case.",
         ),
+    ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="Write a page with the learning curve and the layers, and refresh it while learning."),
     ] = None,
     pattern: o.PatternOption = None,
     include: o.Include = None,
@@ -101,6 +107,11 @@ def learn(
         Output.open(context, log, LOG, inputs, force, option="--log")
         if force and log.is_file() and not is_log(log):
             log.write_bytes(b"")
+    page = None
+    if report is not None:
+        others = inputs | reads(run_state=state, log=log, out=path)
+        to = Output.open(context, report, REPORT, others, force, option="--report")
+        page = LearningPage(to, model, force, log if given["resume"] else None)
     opened = o.open_model(model, weights, device, size, resize, mean, std)
     reading: dict[str, Any] = {"batch": batch, "workers": workers, "classes_file": classes, "relabel": True}
     source = opened.data(data, **reading, limit=images, shuffle=True, seed=seed)
@@ -120,13 +131,21 @@ def learn(
         options["start"] = halve.load(options["start"])
     try:
         with progress.Learning() as bar:
+
+            def show_event(event: Estimate | Report) -> None:
+                bar(event)
+                if page is not None:
+                    page(event)
+
             masks = halve.learn(
-                opened.model, source.loader, run_state=state, report=bar, progress=progress.track, **options
+                opened.model, source.loader, run_state=state, report=show_event, progress=progress.track, **options
             )
         interrupted = masks.recipe["ended"] == "interrupted"
         if recalibrate and not interrupted:
             masks = _recalibrated(opened, masks, source.loader, options.get("validation"), seed)
     except LearningError as error:
+        if page is not None:
+            page.failed(str(error))
         if not isinstance(error.masks, halve.MaskSet) or not is_first_rank():
             raise
         partial = path.with_name(path.name.removesuffix(SUFFIX) + PARTIAL_SUFFIX)
@@ -141,6 +160,8 @@ def learn(
     if is_first_rank():
         finished = masks.with_recipe(source=opened.source.spec, weights=opened.source.weights, data=data)
         output.write(lambda path: finished.save(path, force=force))
+        if page is not None:
+            page.finished(path, finished, plan)
         if interrupted:
             learned = masks.recipe["quality"].get("returned", "learned") == "learned"
             held = "the masks learned so far" if learned else "one-shot masks, better than those learned so far"

@@ -16,6 +16,7 @@ from halve.engine.layer import Layer
 from halve.engine.timing import measure
 from halve.engine.timing_cache import TimingCache, kernel_id, layer_key
 from halve.errors import EngineError
+from halve.markup import table, text
 from halve.outputs import relative_error
 
 _TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}  # relative error that a kernel may have; 1e-3 in other dtypes
@@ -88,6 +89,24 @@ class Plan:
     def rest(self, batch: int) -> str:
         """What the table's title says about the operations between the layers."""
         return f", the rest compiled by Inductor in {self.inductor[batch]:.0f} s" if batch in self.inductor else ""
+
+    def _repr_html_(self) -> str:
+        """A table for each batch size, for notebooks."""
+        heads = [f">{head}" if head.endswith("ms") else head for head in COLUMNS]
+        tables = [
+            table(
+                f"batch {batch}, {sum(entry.sparse for entry in entries)} of {len(entries)} layers sparse"
+                f"{self.rest(batch)}",
+                heads,
+                [entry.cells() for entry in entries],
+            )
+            for batch, entries in self.batches.items()
+        ]
+        if self.dense is not None:
+            tables.insert(0, f"<p>all layers dense: {text(self.dense)}</p>")
+        if self.uncompiled:
+            tables.append(table("not compiled", ("name", "reason"), list(self.uncompiled.items())))
+        return "".join(tables)
 
     def __str__(self) -> str:
         lines = [] if self.dense is None else [f"all layers dense: {self.dense}"]

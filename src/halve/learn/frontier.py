@@ -13,6 +13,7 @@ from halve.errors import DataError, OptionError
 from halve.learn.accuracy_budget import by_worth, costs_of
 from halve.learn.held_back import chosen_from, hold_back, hold_back_none
 from halve.learn.learn import learn
+from halve.markup import table
 from halve.masks.mask import MaskSet
 from halve.modules import unwrapped
 from halve.process_state import preserved_process_state
@@ -64,11 +65,20 @@ class Frontier(Sequence[Point]):
     def __len__(self) -> int:
         return len(self._points)
 
+    @property
+    def _title(self) -> str:
+        return f"{self.plan.device}, {self.plan.dtype}, batch {self.plan.batch}; dense {self.plan.dense_ms:.3f} ms"
+
+    def _repr_html_(self) -> str:
+        """A table for notebooks."""
+        return table(self._title, [f">{column}" for column in COLUMNS], [point.cells() for point in self])
+
     def __str__(self) -> str:
         rows = [COLUMNS, *(point.cells() for point in self)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        title = f"{self.plan.device}, {self.plan.dtype}, batch {self.plan.batch}; dense {self.plan.dense_ms:.3f} ms"
-        return "\n".join([title, *(" | ".join(t.rjust(w) for t, w in zip(row, widths, strict=True)) for row in rows)])
+        return "\n".join(
+            [self._title, *(" | ".join(t.rjust(w) for t, w in zip(row, widths, strict=True)) for row in rows)]
+        )
 
 
 @preserved_process_state()

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from halve.errors import MaskError, listed
+from halve.markup import table
 from halve.masks.digests import Digests
 from halve.masks.fingerprint import Fingerprint
 from halve.masks.layout import Layout
@@ -199,6 +200,14 @@ class MaskSet(Mapping[str, Mask]):
     def __repr__(self) -> str:
         layers = f"{len(self)} layer{'' if len(self) == 1 else 's'}"
         return f"MaskSet({layers}, {self.weights:,} weights, {self.density:.1%} kept)".replace("%", " %")
+
+    def _repr_html_(self) -> str:
+        """A table of the layers, for notebooks."""
+        rows = [
+            (name, str(mask.pattern), "x".join(map(str, mask.layout.shape)), f"{mask.layout.weights:,}")
+            for name, mask in self.items()
+        ]
+        return table(repr(self), ("layer", "pattern", "shape", ">weights"), rows)
 
     @property
     def recipe(self) -> dict[str, Any]:

@@ -17,12 +17,19 @@ _TICKS = 5  # at most, about
 
 @dataclass(frozen=True)
 class Series:
-    """A line, or dots, of one kind: a name, a class of the style sheet, and points."""
+    """A line, or dots, of one kind.
+
+    Args:
+        name: Its name in the legend; none if it is empty.
+        kind: A class of the style sheet.
+        points: Where it goes through.
+        dots: What stands beside each point if these are dots; None for a line.
+    """
 
     name: str
     kind: str
     points: Sequence[tuple[float, float]]
-    dots: bool = False
+    dots: Sequence[str] | None = None
 
 
 @dataclass(frozen=True)
@@ -104,15 +111,15 @@ def chart(
         share = x.share(tick)
         side = "end" if share > 0.97 else "start" if share < 0.03 else "middle"
         parts.append(f'<text class="tick {side}" x="{100 * share:.2f}%" y="100%" dy="18">{text(x.label(tick))}</text>')
-    lines = [one for one in series if not one.dots]
+    lines = [one for one in series if one.dots is None]
     if lines:
         paths = "".join(_line(one, x, y) for one in lines)
         parts.append(
             f'<svg viewBox="0 0 1000 1000" preserveAspectRatio="none" width="100%" height="100%">{paths}</svg>'
         )
     for one in series:
-        if one.dots:
-            parts += [_dot(one.kind, x.share(a), 1 - y.share(b)) for a, b in one.points]
+        for (a, b), mark in zip(one.points, one.dots or (), strict=one.dots is not None):
+            parts.append(_dot(one.kind, x.share(a), 1 - y.share(b), mark))
     legend = "".join(f'<span class="key {one.kind}">{text(one.name)}</span>' for one in series if one.name)
     drawn = f'<svg class="plot" role="img" aria-label="{text(f"{title}: {summary}")}">{"".join(parts)}</svg>'
     points = [(x.share(at), what, "") for at, what in said]
@@ -155,5 +162,9 @@ def _line(one: Series, x: Axis, y: Axis) -> str:
     return f'<polyline class="line {escape(one.kind)}" points="{at}" vector-effect="non-scaling-stroke"/>'
 
 
-def _dot(kind: str, x: float, y: float) -> str:
-    return f'<circle class="dot {escape(kind)}" cx="{100 * x:.2f}%" cy="{100 * y:.2f}%" r="6"/>'
+def _dot(kind: str, x: float, y: float, mark: str) -> str:
+    at, side, shift = f"{100 * y:.2f}%", "end" if x > 0.6 else "start", -11 if x > 0.6 else 11
+    return (
+        f'<circle class="dot {escape(kind)}" cx="{100 * x:.2f}%" cy="{at}" r="6"/>'
+        f'<text class="mark {side}" x="{100 * x:.2f}%" y="{at}" dx="{shift}" dy="4">{text(mark)}</text>'
+    )

@@ -2,14 +2,18 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from halve.errors import MaskError
+from halve.masks.file import SUFFIX
 from halve.masks.mask import MaskSet
 from halve.report import figures as f
 from halve.report.agreed import Agreed
 from halve.report.chart import Series, axis_of, chart
 from halve.report.tables import Cell, amount, label, table
 from halve.report.timings import Timings
+
+_LONGEST = 20  # characters of a name beside a dot
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,7 @@ def comparison(candidates: Sequence[Candidate]) -> str:
     first = candidates[0].masks
     shares = [one.agreed for one in candidates]
     columns: dict[str, list[Cell]] = {
-        "masks": [label(one.name, "name") for one in candidates],
+        "masks": [label(Path(one.name).name, "name") for one in candidates],
         ">layers": [amount(f.count(len(one.masks)), len(one.masks)) for one in candidates],
         ">weights": [amount(f.count(one.masks.weights), one.masks.weights) for one in candidates],
         ">kept": [amount(f.percent(one.masks.density), one.masks.density) for one in candidates],
@@ -67,9 +71,8 @@ def frontier(candidates: Sequence[Candidate]) -> str:
     return chart(
         "Agreement against time",
         [
-            Series("", "sparse", points),
-            Series("mask files", "sparse", points, dots=True),
-            Series("dense", "dense", [(plan.dense_ms, 100.0)], dots=True),
+            Series("", "sparse", points, [_short(name) for _, _, name in dots]),
+            Series("", "dense", [(plan.dense_ms, 100.0)], ["dense"]),
         ],
         x,
         axis_of([least - 0.1 * max(100 - least, 1.0), 100.0], " %"),
@@ -82,6 +85,12 @@ def frontier(candidates: Sequence[Candidate]) -> str:
 def _dots(candidates: Sequence[Candidate]) -> list[tuple[float, float, str]]:
     found = [(one.ms, one.agreed, one.name) for one in candidates]
     return sorted((ms, 100 * agreed.share, name) for ms, agreed, name in found if ms is not None and agreed is not None)
+
+
+def _short(name: str) -> str:
+    """A name that fits beside a dot."""
+    short = Path(name).name.removesuffix(SUFFIX)
+    return short if len(short) <= _LONGEST else f"{short[: _LONGEST - 3]}..."
 
 
 def _speedup(one: Candidate) -> Cell:

@@ -103,9 +103,9 @@ def seen_differently(
         place += len(ours)
     worst = []
     for _, _, one, image in sorted(found, key=lambda entry: entry[:2], reverse=True):
-        drawn = None if image is None else _drawn(image, mean, std)
+        picture = None if image is None else drawn(image, mean, std)
         tiny = image is not None and max(image.shape[-2:]) <= _TINY
-        worst.append(replace(one, picture=drawn, tiny=tiny))
+        worst.append(replace(one, picture=picture, tiny=tiny))
     share = Agreed(counted.share, interval(counted.same, counted.images), counted.images, kl=counted.kl)
     return Seen(share, counted.images - counted.same, worst)
 
@@ -152,7 +152,7 @@ def _difference(place: int, ours: Tensor, theirs: Tensor) -> Difference:
     return Difference(place, dense, masked, float(theirs[dense]), float(ours[masked]), lost)
 
 
-def _drawn(image: Tensor, mean: Sequence[float] | None, std: Sequence[float] | None) -> str | None:
+def drawn(image: Tensor, mean: Sequence[float] | None, std: Sequence[float] | None) -> str | None:
     """The image as a data URI, in its own colours if its normalisation is known, otherwise from its least value to its
     largest. None for an input that is not an image of 1 or 3 channels."""
     if image.dim() != 3 or image.shape[0] not in (1, 3):

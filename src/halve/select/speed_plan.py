@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from halve.errors import FileError, OptionError, listed
+from halve.markup import table
 from halve.masks.storage import write_atomically
 
 FORMAT = "halve.speed_plan"
@@ -185,11 +186,19 @@ class SpeedPlan(Mapping[str, LayerSpeed]):
                 raise FileError(f"cannot write {path}: {error}; choose another name, or pass force=True") from error
         write_atomically(path, (json.dumps(self.as_json(), indent=1) + "\n").encode())
 
-    def __str__(self) -> str:
-        lines = [
+    @property
+    def _title(self) -> str:
+        return (
             f"{self.device}, {self.dtype}, batch {self.batch}: {len(self.paying)} of {len(self)} layers faster sparse; "
             f"network {self.dense_ms:.3f} ms dense, {self.sparse_ms:.3f} ms sparse"
-        ]
+        )
+
+    def _repr_html_(self) -> str:
+        """A table for notebooks."""
+        return table(self._title, ("layer", "shape", ">dense ms", ">sparse ms", "mask pays"), map(self._row, self))
+
+    def __str__(self) -> str:
+        lines = [self._title]
         rows = [("layer", "shape", "dense ms", "sparse ms", "mask pays"), *map(self._row, self)]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         lines += [" | ".join(t.ljust(w) for t, w in zip(row, widths, strict=True)).rstrip() for row in rows]
