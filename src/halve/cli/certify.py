@@ -71,12 +71,11 @@ def certify(
     """Certify what masks do not change: how often predictions stay the same, from images without labels.
 
     Two mask files are compared with each other on the same images. --region, --reuse and --changed-blocks prove
-    statements about single images, which takes seconds for each: --images limits their number. Exit codes: 0 proven,
-    1 not proven, or --check failed; 2 bad input.
+    statements about single images, which takes seconds for each: --images limits their number. --check computes a
+    certificate again. Exit codes: 0 proven, 1 not proven, or --check failed; 2 bad input.
 
     \b
     halve certify zoo.py:net --weights net.safetensors --masks net.masks.safetensors --data photos/
-    halve certify zoo.py:net --weights net.safetensors --masks net.masks.safetensors --data photos/ --check FILE
     """
     files = list(masks or ())
     if len(files) > 2:
