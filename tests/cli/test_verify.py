@@ -26,7 +26,8 @@ def test_verify_passes_for_what_apply_wrote(halve, sparse, masks):
     assert lines[-3:] == [
         "other tensors: 12 unchanged",
         "ok: 2 layers N:M in place, all tensors unchanged",
-        f"next: halve compile zoo.py:net --weights sparse.safetensors --masks {masks} --out sparse.compiled.safetensors",
+        f"next: halve compile zoo.py:net --weights sparse.safetensors --masks {masks} "
+        "--out sparse.compiled.safetensors",
     ]
     assert "8 input channels, not divisible by 16" in result.out
 

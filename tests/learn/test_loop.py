@@ -232,9 +232,9 @@ BY_THE_CLOCK = pytest.mark.filterwarnings("ignore:the time is enough for", "igno
 def test_the_budget_in_minutes_is_the_time_of_the_whole_call(validation):
     halve.learn(convnet(), loader(), steps=1, validation=False)  # the first capture imports large parts of PyTorch
     seen, started = [], time.perf_counter()
-    masks = halve.learn(convnet(), loader(640), minutes=0.05, report=seen.append, validation=validation)
+    masks = halve.learn(convnet(), loader(640), minutes=0.1, report=seen.append, validation=validation)
     seconds = time.perf_counter() - started
-    assert 0.9 * 3 < seconds < 1.15 * 3 + 0.5
+    assert 0.9 * 6 < seconds < 1.15 * 6 + 0.5
     assert masks.recipe["seconds"] == pytest.approx(seconds, abs=0.3)
     assert masks.recipe["permute"]["axes"] > 0
     assert masks.recipe["steps_done"] == len(seen) - 1 > 5
@@ -336,7 +336,7 @@ def test_the_rate_of_the_papers_schedule_falls_with_the_first_batch_of_the_fourt
 
 def test_the_log_has_lines_of_json_and_goes_on_when_resumed(tmp_path):
     log, path = tmp_path / "run.jsonl", tmp_path / "run"
-    log.write_text("old\n")
+    log.write_text('{"step": 1, "loss": 2.0}\n')  # of an older run
     with pytest.warns(LearningWarning, match="interrupted"):
         learn(convnet(), loader(), steps=34, log=log, run_state=path, report=interrupting(25))
     lines = [json.loads(line) for line in log.read_text().splitlines()]

@@ -70,9 +70,9 @@ def certify(
 ) -> None:
     """Certify what masks do not change: how often predictions stay the same, from images without labels.
 
-    Two mask files are compared with each other on the same images. --region, --reuse and --changed-blocks prove
-    statements about single images, which takes seconds for each: --images limits their number. --check computes a
-    certificate again. Exit codes: 0 proven, 1 not proven, or --check failed; 2 bad input.
+    Two mask files are compared with each other on the same images. Statements about single images are proven with
+    --region, --reuse and --changed-blocks, which takes seconds for each: --images limits their number. --check computes
+    a certificate again. Exit codes: 0 proven, 1 not proven, or --check failed; 2 bad input.
 
     \b
     halve certify zoo.py:net --weights net.safetensors --masks net.masks.safetensors --data photos/
