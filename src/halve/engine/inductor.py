@@ -151,8 +151,8 @@ class _Fixed(nn.Module):
         self.inlined = family_of(kernel).inlined(kernel.variant)
         tensors = layer.tensors() if self.inlined else layer.packed(kernel.family)
         self.names = tuple(tensors)
-        for name, tensor in tensors.items():
-            self.register_buffer(name, tensor)
+        for name, tensor in tensors.items():  # on CPUs Inductor packs weights itself, and better from this layout
+            self.register_buffer(name, tensor.contiguous() if self.inlined and tensor.is_cpu else tensor)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor:
         inputs = [x] if residual is None else [x, residual]
