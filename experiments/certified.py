@@ -6,9 +6,10 @@ from typing import Any
 from figure import DARK, STYLE
 from records import recorded
 
-WIDTH, HEIGHT = 1000, 360
+PANEL, HEIGHT = 480, 360
+FEWEST = 4  # images for which a curve is drawn
 COLORS = {"halve": "#1a7f37", "magnitude": "#bf8700"}
-PANELS = (
+PANELS: tuple[tuple[str, str, float, float], ...] = (
     ("digits_region_radius", "Digits: change of each pixel, in 1/255", 255.0, 16.0),
     ("digits_reuse_radius", "Digits: update of each weight, in 1/1000 of its layer's RMS", 1000.0, 32.0),
 )
@@ -17,16 +18,18 @@ PANELS = (
 def certified_figure() -> str:
     """The picture as SVG."""
     records = {record["run"]: record for record in recorded("experiments/results/certify.json")}
-    parts = [f'<rect class="card" x="1" y="1" width="{WIDTH - 2}" height="{HEIGHT - 2}" rx="14"/>']
-    for place, (run, title, scale, most) in enumerate(PANELS):
-        parts += _panel(60 + 480 * place, title, records.get(run), scale, most)
+    shown = [(records[run], *panel) for run, *panel in PANELS if records.get(run, {}).get("n", 0) >= FEWEST]
+    width = 40 + PANEL * len(shown)
+    parts = [f'<rect class="card" x="1" y="1" width="{width - 2}" height="{HEIGHT - 2}" rx="14"/>']
+    for place, (record, title, scale, most) in enumerate(shown):
+        parts += _panel(60 + PANEL * place, title, record, scale, most)
     media = f"@media (prefers-color-scheme: dark) {{{DARK}}}"
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" role="img" '
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT}" role="img" '
     label = 'aria-label="Share of images certified and share not flipped by an attack, against the radius">'
     return "\n".join([head + label, f"<style>{STYLE}{media}\n</style>", *parts, "</svg>\n"])
 
 
-def _panel(x: float, title: str, record: dict[str, Any] | None, scale: float, most: float) -> list[str]:
+def _panel(x: float, title: str, record: dict[str, Any], scale: float, most: float) -> list[str]:
     width, top, bottom = 400.0, 70.0, 280.0
     parts = [f'<text x="{x:g}" y="40" class="bold">{title}</text>']
     for share in (0, 0.5, 1):
@@ -36,8 +39,6 @@ def _panel(x: float, title: str, record: dict[str, Any] | None, scale: float, mo
     for tick in range(5):
         at = x + width * tick / 4
         parts.append(f'<text x="{at:g}" y="{bottom + 22:g}" class="small middle">{most * tick / 4:g}</text>')
-    if record is None:
-        return parts
     found = [one for one in record["per_image"] if one["agree"]]
     lines = (("radius", "halve", "certified"), ("attack_radius", "magnitude", "not flipped by an attack"))
     for row, (key, kind, name) in enumerate(lines):

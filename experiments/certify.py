@@ -33,6 +33,7 @@ from halve.certify.operators import Layer, Linear
 from halve.certify.region import box
 from halve.certify.reuse import chosen, largest, weight_units
 from halve.certify.rounding import Interval
+from halve.masks.storage import write_atomically
 from halve.sources.data import IMAGENET_MEAN, IMAGENET_STD, Preprocessing, load_data
 from halve.sources.digits import DigitsResNet, digits, train_digits
 from halve.sources.models import load_model
@@ -331,7 +332,7 @@ def main() -> None:
     def save(record: dict[str, Any]) -> None:
         records = load() | {record["run"]: record}
         ordered = [records[name] | {"method": run.method} for name, run in RUNS.items() if name in records]
-        RESULTS.write_text(json.dumps(ordered, indent=1) + "\n")
+        write_atomically(RESULTS, f"{json.dumps(ordered, indent=1)}\n".encode())  # runs may share the machine
 
     deadline = time.perf_counter() + arguments.seconds
     for name in arguments.run:

@@ -80,6 +80,15 @@ def test_rounding_is_part_of_the_bound():
         assert float(bounds.lower(torch.tensor([[-1.0, 0.0]], dtype=torch.float64))) <= -1
 
 
+def test_intervals_suffice_to_exclude_all_of_many_classes():
+    layer = nn.Linear(4, 50).double()
+    with torch.no_grad():
+        layer.bias[7] = 100.0
+    x = torch.ones(4, dtype=torch.float64)
+    margin = Bounds(network_of(nn.Sequential(layer), x[None]), around(x, torch.full_like(x, 0.1))).margin(7)
+    assert 90 < margin < 110
+
+
 @pytest.mark.parametrize("tighten", [False, True])
 def test_nothing_is_proven_where_numbers_overflow(tighten):
     layers = [nn.Linear(4, 4, bias=False).double() for _ in range(4)]

@@ -164,7 +164,7 @@ class Bounds:
         needed = others & (apart <= 0) if len(low) > _FEW else others  # intervals suffice to exclude most of many
         open_, closed = classes[needed], apart[others & ~needed]
         found = [float(closed.min())] if len(closed) else []
-        for part in open_.split(max(1, _ROWS // (2 * self._largest))):
+        for part in open_.split(max(1, _ROWS // (2 * self._largest))) if len(open_) else ():
             rows = torch.zeros(len(part), len(low), dtype=low.dtype, device=low.device)
             rows[:, label] = 1
             rows[torch.arange(len(part)), part] -= 1
