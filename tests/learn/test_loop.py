@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import halve
 from halve.errors import DataError, FileError, LearningError, LearningWarning, OptionError
+from halve.learn import loop
 from halve.learn.probe import Estimate
 from halve.learn.reporting import Report
 from halve.learn.run_state import FORMAT
@@ -479,3 +480,27 @@ def test_a_failure_of_the_images_for_the_drop_keeps_what_was_learned():
     with pytest.raises(LearningError, match="ConnectionError: the store is gone; the masks as learned") as error:
         learn(convnet(), loader(), steps=2, max_drop=0.1, drop_data=failing_data(1))
     assert error.value.masks.recipe["steps_done"] == 2
+
+
+def agreements(log):
+    return [line["agreement"] for line in map(json.loads, log.read_text().splitlines())]
+
+
+@pytest.mark.filterwarnings("ignore:the learned masks are worse")
+def test_the_agreement_so_far_is_measured_now_and_then_and_changes_nothing(tmp_path, monkeypatch):
+    options = {"steps": 60, "permute": False, "validation": [images(16, seed=7)], "fallback": False}
+    for share, name in ((0.0, "never"), (math.inf, "always")):
+        monkeypatch.setattr(loop, "_GLIMPSES", share)
+        masks = halve.learn(convnet(), loader(), log=tmp_path / name, **options)
+        if name == "never":
+            expected = masks
+    assert masks == expected
+    assert agreements(tmp_path / "never") == [None] * 6
+    assert None not in agreements(tmp_path / "always")
+    assert agreements(tmp_path / "always")[-1] == masks.recipe["quality"]["agreement"]
+
+
+def test_without_images_held_back_there_is_no_agreement(tmp_path, monkeypatch):
+    monkeypatch.setattr(loop, "_GLIMPSES", math.inf)
+    learn(convnet(), loader(), steps=10, log=tmp_path / "log")
+    assert agreements(tmp_path / "log") == [None]

@@ -65,6 +65,7 @@ def log_lines(steps: int = 6) -> list[dict[str, Any]]:
             "images_per_s": 100.0,
             "seconds": 1.5 * i,
             "seconds_left": 1.5 * (steps - i),
+            "agreement": 0.5 + 0.05 * i if i % 2 else None,
         }
         for i in range(1, steps + 1)
     ]

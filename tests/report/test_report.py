@@ -11,6 +11,7 @@ import halve
 from halve.binomial import interval
 from halve.errors import FileError, HalveError, OptionError
 from halve.report import figures as f
+from halve.report.curve import history_of
 from halve.report.pictures import drawn
 from halve.report.report import while_learning
 from tests.report.html_tree import parsed
@@ -120,6 +121,7 @@ def test_the_curve_has_the_numbers_of_the_log(tree):
     assert said[0]["say"][0] == "step 10, 1.5 s: loss 4.000, entropy 0.80, 1.0 % of blocks changed"
     assert said[0]["at"][0] == 0
     assert said[0]["at"][-1] == 1
+    assert said[2]["say"] == ["step 10, 1.5 s: 55.0 %", "step 30, 4.5 s: 65.0 %", "step 50, 7.5 s: 75.0 %"]
 
 
 def test_a_long_log_gives_a_short_page(masks, tmp_path):
@@ -312,7 +314,10 @@ def test_a_page_replaces_only_a_page(masks, tmp_path):
 
 
 def test_a_page_of_a_running_run_refreshes_itself_and_one_of_a_failed_run_does_not():
-    running, failed = while_learning("net", None, log_lines()), while_learning("net", None, [], error="CUDA <b>")
+    running, failed = (
+        while_learning("net", None, history_of(log_lines())),
+        while_learning("net", None, [], error="CUDA <b>"),
+    )
     assert parsed(running.html).all("meta", **{"http-equiv": "refresh"})
     assert not parsed(failed.html).all("meta", **{"http-equiv": "refresh"})
     assert parsed(failed.html).one("p", kind="verdict").text == "Learning failed: CUDA <b>"

@@ -23,6 +23,7 @@ _LEARNED_PER_IMAGE = 16  # images learned from for each one validated on, in run
 _MARGIN = 1.25  # the last pass may take longer than an earlier one
 _PIECE = 16  # images that scores are measured on at once: a time limit is only seen in between
 _FEWEST = 32  # images that scores are measured on
+_GLIMPSED = 128  # images that masks are judged by in the middle of a run
 _MEASURING = 0.1  # share of the time for one-shot masks in which the network could be run on these images
 
 
@@ -165,6 +166,19 @@ class Comparison:
         """The first images to learn from."""
         more = self._stream.peek_images(count - sum(map(images_in, batches)))
         return list(pieces_of(first([*batches, *more], count), _PIECE, _PIECE))
+
+    @property
+    def seconds_to_glimpse(self) -> float:
+        """Seconds that `glimpse` takes; infinite if there are no images to judge by."""
+        validation = self._validation
+        if validation is None or not self._prepared:
+            return math.inf
+        seconds = validation.seconds_to_judge or validation.seconds_to_prepare
+        return seconds * min(1.0, _GLIMPSED / validation.images)
+
+    def glimpse(self, masks: Mapping[str, Mask]) -> float | None:
+        """The agreement of masks in the middle of a run, on some of the images; nothing is decided by it."""
+        return None if self._validation is None else self._validation.quality(masks, _GLIMPSED).agreement
 
     def choose(self, learned: dict[str, Mask]) -> Verdict:
         """Compare learned masks with the best one-shot masks."""

@@ -29,6 +29,8 @@ from halve.learn.time_budget import TimeBudget
 _EPSILON = 1e-10  # with millions of blocks, gradients are tiny
 _MAX_STEPS_PER_SECOND = 100_000  # beyond any machine
 _LOOK_EVERY = 10  # steps between looks at entropy and changed blocks; on a GPU, between synchronizations
+_GLIMPSES = 0.03  # share of the time for measuring the agreement so far,
+_GLIMPSE_EVERY = 0.05  # and share of the budget after which it is measured again
 _FORESEEABLE = 0.1  # share of a run after which its number of steps is known well enough
 
 Ended = Literal["finished", "interrupted", "data exhausted", "not finite", "failed"]
@@ -90,6 +92,7 @@ class Loop:
         self.consistent = True  # False within an optimizer step: such a state must not be saved
         self.recent: list[tuple[Any, int, StepValues[float]]] = []  # batches since the last look
         self.changed, self.entropy = 0.0, learner.sampler.entropy()
+        self.next_glimpse = self.glimpse_seconds = 0.0  # by the share of the budget; spent so far
         self.steps = self._planned_steps()
         self.foreseen = self.steps is not None  # whether it is known if there will be enough steps
         self.step_graph: StepGraph | str = "not tried yet"
@@ -272,6 +275,17 @@ class Loop:
     def _foreseeable(self) -> float:
         return self.fraction_before + _FORESEEABLE * (1 - self.fraction_before)
 
+    def _glimpse(self) -> float | None:
+        """The agreement of the masks so far, now and then, as far as that takes little time."""
+        elapsed, cost = time.perf_counter() - self.began, self.comparison.seconds_to_glimpse
+        if self.fraction < self.next_glimpse or self.glimpse_seconds + cost > _GLIMPSES * elapsed:
+            return None
+        started = time.perf_counter()
+        agreement = self.comparison.glimpse(self.learner.sampler.masks(self.settings.final, self.settings.seed))
+        self.glimpse_seconds += time.perf_counter() - started
+        self.next_glimpse = self.fraction + _GLIMPSE_EVERY
+        return agreement
+
     def _report(self, loss: float, values: StepValues[float], look: bool) -> None:
         if look:
             self.entropy = self.learner.sampler.entropy()
@@ -292,6 +306,7 @@ class Loop:
             images_per_s=self.images * self.processes.count / here,
             seconds=self.budget.spent,
             seconds_left=max(left, 0.0),
+            agreement=self._glimpse() if look and self.processes.is_main else None,
         )
         self.reporter.send(report, keep=look)
 

@@ -31,6 +31,7 @@ class Report:
     images_per_s: float
     seconds: float
     seconds_left: float
+    agreement: float | None = None  # with the dense network on images held back, whenever it was measured
 
     def __str__(self) -> str:
         return (

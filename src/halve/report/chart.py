@@ -54,10 +54,14 @@ class Axis:
 
         >>> Axis(0, 1).ticks(), Axis(91.3, 100).ticks(), Axis(0.02, 30, log=True).ticks()
         ([0.0, 0.2, 0.4, 0.6, 0.8, 1.0], [92.0, 94.0, 96.0, 98.0, 100.0], [0.1, 1.0, 10.0])
+        >>> Axis(0.3, 6, log=True).ticks()
+        [0.5, 1.0, 2.0, 5.0]
         """
         if self.log:
-            powers = range(math.ceil(math.log10(self.low) - 1e-9), math.floor(math.log10(self.high) + 1e-9) + 1)
-            return [10.0**power for power in powers]
+            powers = range(math.floor(math.log10(self.low)), math.ceil(math.log10(self.high)) + 1)
+            within = [m * 10.0**p for p in powers for m in (1, 2, 5) if self.low <= m * 10.0**p <= self.high]
+            decades = [tick for tick in within if math.log10(tick).is_integer()]
+            return decades if len(decades) > 2 else within
         rough = (self.high - self.low) / _TICKS
         power = 10.0 ** math.floor(math.log10(rough))
         step = next(m * power for m in (1, 2, 5, 10) if m * power >= rough * (1 - 1e-9))

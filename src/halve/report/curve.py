@@ -72,8 +72,8 @@ def curve(history: History) -> str:
     )
     shares = [100 * point[key] for point in points for key in ("entropy", "changed")]
     decided = chart(
-        "Entropy and changed blocks",
-        [line("entropy", "accent", "entropy", 100), line("changed", "sparse", "changed", 100)],
+        "Choices",
+        [line("entropy", "accent", "entropy", 100), line("blocks changed", "sparse", "changed", 100)],
         x,
         axis_of([*shares, 0.0], " %", zero=True),
         said=said,
@@ -81,7 +81,30 @@ def curve(history: History) -> str:
         f"{f.percent(points[-1]['changed'])} of blocks changed",
         under=under,
     )
-    return f'<div class="pair">{loss}{decided}</div>' + _table(points, len(history))
+    charts = loss + decided + _agreement([point for point in history if "agreement" in point], x, scale, under)
+    return f'<div class="charts">{charts}</div>' + _table(points, len(history))
+
+
+def _agreement(points: History, x: Axis, scale: float, under: str) -> str:
+    """How far the masks agreed with the dense network while they were learned; nothing if that was not measured."""
+    if not points:
+        return ""
+    points = points[:: -(-len(points) // _MOST_POINTS)]
+    shares = [100 * point["agreement"] for point in points]
+    at = [(point["seconds"] / scale, share) for point, share in zip(points, shares, strict=True)]
+    said = [
+        (place, f"step {point['step']:,.0f}, {f.time(point['seconds'])}: {f.percent(point['agreement'])}")
+        for (place, _), point in zip(at, points, strict=True)
+    ]
+    return chart(
+        "Agreement on held-back images",
+        [Series("", "sparse", at), Series("", "sparse", at, [""] * len(at))],
+        x,
+        axis_of([min(shares) - 0.1 * max(100 - min(shares), 1.0), 100.0], " %"),
+        said=said,
+        summary=f"from {f.percent(points[0]['agreement'])} to {f.percent(points[-1]['agreement'])}",
+        under=f"{under}; on some of the images that the verdict is about",
+    )
 
 
 def _table(points: History, reports: int) -> str:
