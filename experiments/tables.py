@@ -343,8 +343,8 @@ def export_photos() -> str:
     int8 = records[-1]["quantization"]
     note = prose(
         f"{records[0]['photos']} ImageNet photos of 500 classes, 176 px; files run in onnxruntime on a CPU. int8 was "
-        f"calibrated on {int8['images']} other photos, ranges by {int8['method']}, all {len(int8['costs'])} layers quantised. "
-        f"{measured_on(records)}."
+        f"calibrated on {int8['images']} other photos, ranges by {int8['method']}, all {len(int8['costs'])} layers "
+        f"quantised. {measured_on(records)}."
     )
     return f"{table(heads, rows)}\n\n{note}"
 
