@@ -420,6 +420,55 @@ def certify_soundness() -> str:
     )
 
 
+def export_networks() -> str:
+    """Exported files, compared with the masked networks."""
+    records = recorded("experiments/results/export.json")["networks"]
+    rows = [
+        [
+            EXPORTED[r["network"]],
+            *(f"{r[dtype]['difference']:.0e}" for dtype in ("float32", "float16")),
+            f"{r['eligible']} of {r['layers']}",
+            str(r["likely"]),
+            "yes" if r["polygraphy_agrees"] else "no",
+        ]
+        for r in records
+    ]
+    heads = ["file", "difference in float32", "in float16", "eligible", "likely", "Polygraphy agrees"]
+    note = prose(
+        f"Largest difference of the file in onnxruntime to `halve.apply`, relative to the largest output. "
+        f"{measured_on(records)} (`experiments/export.py`)."
+    )
+    return f"{table(heads, rows)}\n\n{note}"
+
+
+def export_photos() -> str:
+    """ResNet-50's files on photos."""
+    records = recorded("experiments/results/export.json")["photos"]
+    if not records:
+        return "Agreement on photos has not been recorded yet: `experiments/export.py --photos` measures it."
+    rows = [[r["run"], f"{100 * r['agreement']:.1f}", f"{r['flips']}"] for r in records[1:]]
+    heads = ["ResNet-50", "agreement with dense float32, %", "predictions that differ from 2:4 in float32"]
+    int8 = records[-1]["quantization"]
+    note = prose(
+        f"{records[0]['photos']} ImageNet photos of 500 classes, 176 px; files run in onnxruntime on a CPU. int8 was "
+        f"calibrated on {int8['images']} other photos, ranges by {int8['method']}, all {len(int8['costs'])} layers "
+        f"quantised. {measured_on(records)}."
+    )
+    return f"{table(heads, rows)}\n\n{note}"
+
+
+EXPORTED = {
+    "resnet18": "ResNet-18",
+    "resnet50_v1": "ResNet-50",
+    "convnext_tiny": "ConvNeXt-T",
+    "mobilenet_v3_large": "MobileNetV3-L",
+    "efficientnet_b0": "EfficientNet-B0",
+    "deeplabv3_resnet50": "DeepLabV3, ResNet-50",
+    "retinanet_resnet50_fpn_v2": "RetinaNet, up to its heads",
+    "ssdlite320_mobilenet_v3_large": "SSDlite, up to its heads",
+}
+
+
 TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
     name: (ROOT / page, made)
     for page, name, made in [
@@ -443,6 +492,8 @@ TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
         ("docs/certificates.md", "certify_lemmas", certify_lemmas),
         ("docs/certificates.md", "certify_soundness", certify_soundness),
         ("docs/certificates.svg", "certified_figure", certified_figure),
+        ("docs/export.md", "export_networks", export_networks),
+        ("docs/export.md", "export_photos", export_photos),
         ("docs/halve.svg", "figure", figure),
     ]
 }

@@ -5,6 +5,8 @@ import warnings
 from collections.abc import Iterable
 from pathlib import Path
 
+from halve.text import printable
+
 _PACKAGE = str(Path(__file__).parent)
 _DECORATORS = "contextlib.py"  # of Python and of PyTorch
 
@@ -101,15 +103,6 @@ def warn(message: str, category: type[Warning]) -> None:
 
 def _is_inside(file: str) -> bool:
     return file.startswith(_PACKAGE) or file.endswith(_DECORATORS)
-
-
-def printable(text: str) -> str:
-    """The text with control characters escaped: names in files from others must not reach a terminal as they are.
-
-    >>> print(printable("a \x1b[2J layer"))
-    a \\x1b[2J layer
-    """
-    return "".join(c if c.isprintable() or c == "\n" else c.encode("unicode_escape").decode() for c in text)
 
 
 def listed(names: Iterable[object], most: int = 8) -> str:

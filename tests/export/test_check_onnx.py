@@ -219,14 +219,25 @@ def test_a_log_of_tensorrt_is_joined(exported, tmp_path):
     assert any("1 layer(s) that the file does not have: elsewhere" in note for note in check.notes)
 
 
-def test_newer_messages_are_read_as_well(exported, tmp_path):
+def test_newer_messages_are_read_as_well_and_the_last_one_counts(exported, tmp_path):
     log = tmp_path / "trtexec.log"
     log.write_text(
         "[V] [TRT] (Sparsity) Found 2 layer(s) eligible to use sparse tactics: body, point\n"
+        "[V] [TRT] (Sparsity) Chose 2 layer(s) using sparse tactics: body, point\n"
         "[V] [TRT] (Sparsity) Chose 1 layer(s) using sparse tactics: point\n"
     )
     check = halve.check_onnx(exported[2].path, trt_log=log)
     assert [layer.name for layer in check.layers if layer.picked] == ["point"]
+
+
+def test_counts_without_names_are_only_enough_if_nothing_was_picked(exported, tmp_path):
+    log = tmp_path / "trtexec.log"
+    found = "(Sparsity) Found 2 layer(s) eligible to use sparse tactics\n"
+    log.write_text(f"{found}(Sparsity) Chose 0 layer(s) using sparse tactics\n")
+    assert not any(layer.picked for layer in halve.check_onnx(exported[2].path, trt_log=log).layers)
+    log.write_text(f"{found}(Sparsity) Chose 2 layer(s) using sparse tactics\n")
+    with pytest.raises(FileError, match="says that 2 layers were picked, but not which"):
+        halve.check_onnx(exported[2].path, trt_log=log)
 
 
 def test_a_log_without_sparsity_says_how_to_make_one(exported, tmp_path):

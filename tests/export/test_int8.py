@@ -129,8 +129,8 @@ def test_bad_calibration_is_an_error(tmp_path):
     with pytest.raises(OptionError, match="float16 or float32"):
         halve.export(model, None, images(), path, int8=True, calibrate=images(9), dtype=torch.bfloat16)
     with pytest.raises(DataError, match="at least 8 images, got 3"):
-        CalibrationImages.of(images(3))
+        CalibrationImages.of(images(3), lambda x: (x,))
     with pytest.raises(DataError, match="one size"):
-        CalibrationImages.of([images(8), images(8, 9)])
+        CalibrationImages.of([images(8), images(8, 9)], lambda x: (x,))
     with pytest.raises(ModelError, match="no layer that can be quantised"):
         halve.export(nn.Flatten(), None, images(), path, int8=True, calibrate=images(9))

@@ -273,3 +273,8 @@ def test_weights_of_another_model_are_refused(zoo, tmp_path):
         load_model(f"{zoo}:net", path)
     with pytest.raises(HalveError, match="no such file"):
         load_model(f"{zoo}:net", tmp_path / "nothing.pth")
+
+
+def test_an_onnx_file_says_what_to_do():
+    with pytest.raises(SourceError, match=r"net.onnx is an ONNX file.*file.py:callable that converts it"):
+        load_model("net.onnx")

@@ -9,6 +9,7 @@ import halve
 from halve.cli import options as o
 from halve.cli import progress, show
 from halve.cli.output import ONNX, Output, reads
+from halve.errors import OptionError
 from halve.export.check_onnx import OnnxCheck, Status
 from halve.export.export import Exported
 from halve.export.int8 import Quantization
@@ -40,6 +41,9 @@ def export(
         str | None, typer.Option(help="Images to compare the file with the masked model on (default: noise).")
     ] = None,
     images: Annotated[int, typer.Option(min=1, help="Compare on this many images of --data.")] = 16,
+    with_preprocess: Annotated[
+        bool, typer.Option("--with-preprocess", help="Let the file take pixels (uint8) and normalise them.")
+    ] = False,
     size: o.Size = None,
     resize: o.Resize = None,
     mean: o.Mean = None,
@@ -80,6 +84,7 @@ def export(
 
     def write(path: Path) -> None:
         options: Any = {"dtype": wanted, "on_changed": on_changed}
+        options |= {"preprocess": _normalization(opened.preprocess) if with_preprocess else None}
         options |= {"int8": int8, "calibrate": batches, "max_drop": max_drop}
         results.append(halve.export(opened.model, read, example, path, force=force, progress=progress.track, **options))
 
@@ -126,6 +131,15 @@ def check_onnx(
         _show_commands(check)
     if not check.ok:
         raise typer.Exit(EXIT_CODES[check.status])
+
+
+def _normalization(preprocess: Any) -> tuple[Any, Any]:
+    """The mean and standard deviation that a preprocessing subtracts and divides by."""
+    steps = [preprocess, *getattr(preprocess, "transforms", ())]
+    found = next((step for step in steps if hasattr(step, "mean") and hasattr(step, "std")), None)
+    if found is None:
+        raise OptionError("--with-preprocess: the model's preprocessing is not known; pass --size, --mean and --std")
+    return tuple(map(float, found.mean)), tuple(map(float, found.std))
 
 
 def _show(check: OnnxCheck) -> None:

@@ -14,9 +14,9 @@ from rich.text import Text
 
 from halve.cli.app import COMMANDS, command
 from halve.errors import listed
-from halve.markup import printable as printable
 from halve.masks.mask import MaskSet
 from halve.select.select import NOT_RUN
+from halve.text import printable as printable
 
 OUT, ERR = Console(), Console(stderr=True)
 

@@ -3,18 +3,18 @@
 import stat
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
-from halve.batches import Progress, check_readable, images_of, tracked
+from halve.batches import Progress, tracked
 from halve.errors import FileError, ModelError, OptionError, first_line, listed
 from halve.export import file, packages
 from halve.export.check_onnx import OnnxCheck, checked, shapes_of
+from halve.export.entry import Entry, Normalization
 from halve.export.int8 import CalibrationImages, Quantization, Quantizer
 from halve.export.network import Network, add_metadata_, outputs_of, prepared
 from halve.export.runtime import Session
@@ -100,6 +100,7 @@ def export(
     int8: bool = False,
     calibrate: Any = None,
     max_drop: float | None = None,
+    preprocess: Normalization | None = None,
     on_changed: OnChanged = "warn",
     force: bool = False,
     progress: Progress = True,
@@ -127,6 +128,8 @@ def export(
             quarter of them is held out to choose and to measure on.
         max_drop: With `int8`, leave the costliest layers in `dtype` until at most this share of the predictions is lost
             compared with the masked model (or this relative error of outputs, if they are not class scores).
+        preprocess: (mean, std) of each channel, to let the file take pixels (uint8, 0 to 255) and normalise them. The
+            example and calibration images are still normalised ones. Default: the file takes what the model takes.
         on_changed: What to do if the weights are not those the masks were made for: "warn" (default), "error" or
             "ignore".
         force: Replace an existing file, whatever it is. Default: only a file that `export` wrote.
@@ -150,14 +153,27 @@ def export(
         _check_old(path)
     model = unwrapped(model)
     check_initialised(model)
+    entry = Entry(model, preprocess)
     masked = clone(model) if masks is None else apply(model, masks, on_changed=on_changed)
-    masked.eval().requires_grad_(False)
-    convert_(masked, torch.float32, torch.device("cpu"))
-    inputs = _inputs(example)
+    masked = _plain(entry, masked)
+    inputs = entry.inputs(example)
     reference = outputs_of(masked, inputs)
-    quantizer = Quantizer(CalibrationImages.of(calibrate), model, max_drop, progress) if int8 else None
-    [network] = (prepared(masked, given) for given in tracked([inputs], progress, "exporting the network"))
-    return _write(path, network, reference, masks, chosen, quantizer)
+    quantizer = None
+    if int8:
+        images = CalibrationImages.of(calibrate, entry.inputs)
+        quantizer = Quantizer(images, _plain(entry, clone(model)), max_drop, progress)
+    [network] = (
+        prepared(masked, x, chosen, entry.prefix) for x in tracked([inputs], progress, "capturing the network")
+    )
+    done = _write(path, network, reference, masks, chosen, quantizer, entry)
+    return replace(done, notes=(*entry.notes, *done.notes))
+
+
+def _plain(entry: Entry, model: nn.Module) -> nn.Module:
+    """A copy of the model that takes what the file takes, in float32 on the CPU and in eval mode."""
+    module = entry.wrapped(model).eval().requires_grad_(False)
+    convert_(module, torch.float32, torch.device("cpu"))
+    return module
 
 
 def _check_options(dtype: torch.dtype, int8: bool, calibrate: Any, max_drop: float | None) -> None:
@@ -180,6 +196,7 @@ def _write(
     masks: MaskSet | None,
     dtype: torch.dtype,
     quantizer: Quantizer | None,
+    entry: Entry,
 ) -> Exported:
     network.check_fits(dtype)
     if dtype == torch.float16 and not _finite_like(network.outputs(dtype), reference):
@@ -191,6 +208,8 @@ def _write(
         quantization = quantizer.quantize_(proto, name, network.to_onnx(torch.float32))
         name = f"int8, {name}"
     add_metadata_(proto, {"format": file.FORMAT, "version": VERSION, "dtype": name})
+    if entry.notes:
+        add_metadata_(proto, {"notes": entry.notes})
     if masks is not None:
         layers = [layer for layer, mask in masks.items() if _is_2_4(mask)]
         add_metadata_(proto, {"masks": checksum(masks), "layers": layers})
@@ -286,25 +305,6 @@ def _is_2_4(mask: Mask) -> bool:
     along_channels = layout.order == "channels" or layout.shape[2:].count(1) == len(layout.shape[2:])
     plain = layout.kind != "conv_transpose" and layout.groups == 1 and layout.channels % 4 == 0
     return plain and along_channels and str(mask.pattern) in _IN_2_4
-
-
-def _inputs(example: Any) -> tuple[Tensor, ...]:
-    """The inputs in an example, in float32 on the CPU: a tuple of tensors is one, any other container a batch."""
-    whole = isinstance(example, tuple) and all(isinstance(x, Tensor) for x in example)
-    inputs: tuple[Any, ...] = example if whole else (images_of(example),)
-    if not inputs or not all(isinstance(x, Tensor) and x.dim() and len(x) for x in inputs):
-        raise OptionError("example must be a tensor of images or a tuple of tensors, as the model takes them")
-    for x in inputs:
-        check_readable(x)
-    if len({len(x) for x in inputs}) > 1:
-        shapes = [tuple(x.shape) for x in inputs]
-        raise OptionError(f"the example's inputs have shapes {shapes}: their first dimension must be the batch size")
-    return tuple(pytree.tree_map(_plain, inputs))
-
-
-def _plain(x: Tensor) -> Tensor:
-    x = x.detach().cpu()
-    return x.float() if x.is_floating_point() else x
 
 
 def _check_old(path: Path) -> None:

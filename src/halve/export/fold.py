@@ -13,6 +13,7 @@ from halve.modules import kind_of
 
 _ATEN = torch.ops.aten
 _NORM = _ATEN._native_batch_norm_legit_no_training.default
+_EPSILON = 6  # its argument
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 _FROZEN = "FrozenBatchNorm2d"  # torchvision's: the same, with buffers only
 
@@ -31,14 +32,24 @@ def _thawed(frozen: Any) -> nn.Module:
     return norm.requires_grad_(False).eval()
 
 
+def add_biases_(model: nn.Module) -> None:
+    """Give every layer a bias, which a norm can be folded into."""
+    for layer in model.modules():
+        if kind_of(layer) is not None and getattr(layer, "bias", None) is None:
+            weight = cast(Tensor, layer.weight)
+            count = getattr(layer, "out_channels", None) or layer.out_features
+            layer.bias = nn.Parameter(weight.new_zeros(cast(int, count)), requires_grad=False)
+
+
 def fold_(model: nn.Module, part: Part) -> list[str]:
     """Fold each BatchNorm that directly follows its layer; returns the names of the folded ones.
 
     Statistics move into scale and shift in any case: a norm that cannot be folded, since it does not follow a layer,
-    keeps numbers that float16 can hold. Folded norms become identities, which `drop_identities_` removes from a graph.
+    keeps numbers that float16 can hold. Folded norms become identities. Only tensors change, so that the captured graph
+    stays valid for them, after `drop_identities_`.
 
     Args:
-        model: The model, in eval mode. It is changed.
+        model: The model, in eval mode, after `add_biases_`. It is changed.
         part: The same model, captured.
     """
     norms = {
@@ -57,14 +68,16 @@ def fold_(model: nn.Module, part: Part) -> list[str]:
 
 
 def drop_identities_(part: Part, folded: list[str]) -> None:
-    """Remove folded norms from the captured graph of a folded model."""
+    """Remove folded norms from the captured graph of a model; in others, the statistics have no epsilon any more."""
     graph, names = part.graph, set(folded)
-    for node in list(graph.nodes):
-        if node.target is _NORM and _owner(part, node.args[3]) in names:
+    for node in [node for node in graph.nodes if node.target is _NORM]:
+        if _owner(part, node.args[3]) in names:
             for user in list(node.users):
                 user.replace_all_uses_with(node.args[0])
                 graph.erase_node(user)
             graph.erase_node(node)
+        elif _owner(part, node.args[3]) is not None:
+            node.update_arg(_EPSILON, 0.0)
 
 
 def _pairs(model: nn.Module, part: Part) -> Iterator[tuple[str, str]]:
@@ -109,7 +122,7 @@ def _scale_(layer: Any, scale: Tensor, shift: Tensor) -> None:
     weight = layer.weight.detach()
     shape = [1] * weight.dim()
     shape[1 if kind_of(layer) == "conv_transpose" else 0] = -1
-    bias = shift if layer.bias is None else layer.bias.detach().double() * scale + shift
+    bias = layer.bias.detach().double() * scale + shift
     layer.weight = nn.Parameter((weight.double() * scale.reshape(shape)).to(weight.dtype), requires_grad=False)
     layer.bias = nn.Parameter(bias.to(weight.dtype), requires_grad=False)
 

@@ -1,6 +1,6 @@
 """Quantise a network to int8 with 2:4 weights: calibrate, choose a method, and leave in float what costs too much."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,6 @@ from halve.export.calibration import METHODS, limits, measured
 from halve.export.network import outputs_of
 from halve.export.quantize import Quantizable, activations_of, quantizable, quantize_
 from halve.export.runtime import Session
-from halve.modules import clone, convert_
 
 LEAST_IMAGES = 8
 _HELD_OUT = 0.25  # of the images, to choose on
@@ -116,16 +115,19 @@ class CalibrationImages:
     held_out: Tensor
 
     @classmethod
-    def of(cls, data: Any) -> "CalibrationImages":
-        """Read all images of some data."""
-        parts = [images_of(batch) for batch in iterate(data)]
-        if not all(isinstance(part, Tensor) for part in parts) or len({tuple(part.shape[1:]) for part in parts}) > 1:  # type: ignore[union-attr]
-            raise DataError("calibration images must all have one size: pass tensors of images")
-        images = torch.cat(parts).detach().cpu().float()  # type: ignore[arg-type]
+    def of(cls, data: Any, inputs_of: Callable[[Any], tuple[Tensor, ...]]) -> "CalibrationImages":
+        """Read all images of some data.
+
+        Args:
+            data: Batches that the model takes.
+            inputs_of: The inputs of the file for a batch.
+        """
+        parts = [inputs_of(images_of(batch))[0] for batch in iterate(data)]
+        if len({tuple(part.shape[1:]) for part in parts}) > 1:
+            raise DataError("calibration images must all have one size, which is that of the example")
+        images = torch.cat(parts)
         if len(images) < LEAST_IMAGES:
-            raise DataError(
-                f"calibration needs at least {LEAST_IMAGES} images, got {len(images)}; a few hundred are good"
-            )
+            raise DataError(f"calibration needs at least {LEAST_IMAGES} images, got {len(images)}; use a few hundred")
         count = min(max(LEAST_IMAGES // 2, round(_HELD_OUT * len(images))), _MOST_HELD_OUT)
         return cls(images[:-count], images[-count:])
 
@@ -144,14 +146,12 @@ class Quantizer:
 
         Args:
             images: What to calibrate and measure on.
-            dense: The dense network. It is not changed.
+            dense: The dense network, in float32 on the CPU and in eval mode.
             max_drop: Leave the costliest layers in float until at most this is lost; None quantises all.
             progress: Wraps loops that take long.
         """
         self.images, self.max_drop, self.progress = images, max_drop, progress
-        network = clone(dense).eval()
-        convert_(network, torch.float32, torch.device("cpu"))
-        self.dense = torch.cat([outputs_of(network, (batch,))[0] for batch in images.held_out.split(_BATCH)])
+        self.dense = torch.cat([outputs_of(dense, (batch,))[0] for batch in images.held_out.split(_BATCH)])
 
     def outputs(self, source: Path | bytes) -> Tensor:
         """The first output of a file for the held-out images."""

@@ -5,7 +5,7 @@ import json
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 
 from halve.errors import ModelError, first_line, listed
-from halve.export.fold import drop_identities_, fold_, overflows, thaw_
+from halve.export.fold import add_biases_, drop_identities_, fold_, overflows, thaw_
 from halve.export.weights import PRODUCTS
 from halve.graph import TRACING_LOCK, Part, capture
 from halve.modules import clone, convert_, kind_of, plain_weight_, weight_sources
@@ -34,6 +34,7 @@ class Network:
         folded: The norms that became identities.
         output_names: The names of its outputs.
         prefix: The name of the user's model inside of the module; "" if it is the module.
+        parts: The graphs that were captured so far, by dtype.
     """
 
     module: nn.Module
@@ -41,6 +42,7 @@ class Network:
     folded: list[str]
     output_names: tuple[str, ...]
     prefix: str = ""
+    parts: dict[torch.dtype, Part] = field(default_factory=dict)
 
     def outputs(self, dtype: torch.dtype = torch.float32) -> list[Tensor]:
         """What the network computes in a dtype, with PyTorch."""
@@ -56,8 +58,11 @@ class Network:
 
     def to_onnx(self, dtype: torch.dtype) -> Any:
         """The network as a ModelProto whose weights and inputs have the dtype."""
-        part = _captured(self.module, self.inputs, dtype)
+        if dtype not in self.parts:
+            self.parts[dtype] = _captured(self.module, self.inputs, dtype)
+        part = self.parts[dtype]
         drop_identities_(part, self.folded)
+        part.program.state_dict.update(_in_dtype(self.module, dtype).state_dict(keep_vars=True))
         opset = _BFLOAT16_OPSET if dtype == torch.bfloat16 else OPSET
         with TRACING_LOCK, torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -67,7 +72,7 @@ class Network:
                 )
             except Exception as error:  # the exporter fails in many ways on unsupported operators
                 raise ModelError(
-                    f"torch.onnx cannot export {type(self.module).__name__}: {first_line(error)}; "
+                    f"torch.onnx cannot export {type(self.module).__name__}: {first_line(error.__cause__ or error)}; "
                     f"see https://pytorch.org/docs/stable/onnx.html for what it supports"
                 ) from error
         assert program is not None
@@ -78,20 +83,23 @@ class Network:
         return model
 
 
-def prepared(masked: nn.Module, inputs: tuple[Tensor, ...], prefix: str = "") -> Network:
+def prepared(masked: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.dtype, prefix: str = "") -> Network:
     """Fold a masked copy of the user's model, which is changed.
 
     Args:
         masked: The copy, in float32 on the CPU and in eval mode.
         inputs: Example inputs.
+        dtype: A dtype that it will be exported in. Capturing takes most of the time, and is done once.
         prefix: The name of the user's model inside of it, if it is wrapped.
     """
     for module in masked.modules():
         if kind_of(module) is not None and weight_sources(module):
             plain_weight_(module)  # a constant, instead of the computation
     thaw_(masked)
-    folded = fold_(masked, _captured(masked, inputs, torch.float32))
-    return Network(masked, inputs, folded, _output_names(_run(masked, inputs)), prefix)
+    add_biases_(masked)
+    part = _captured(masked, inputs, dtype)
+    folded = fold_(masked, part)
+    return Network(masked, inputs, folded, _output_names(_run(masked, inputs)), prefix, {dtype: part})
 
 
 def outputs_of(module: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:

@@ -10,9 +10,11 @@ from halve.errors import FileError
 from halve.masks import storage
 
 _MAX_LOG = 1 << 30
-# both generations of messages: the older ones name a list, the newer ones also count it
-_ELIGIBLE = re.compile(r"\(Sparsity\)[^:]*\beligible\b[^:]*:(.*)")
-_PICKED = re.compile(r"\(Sparsity\)[^:]*\b(?:picked|[Cc]hose|using)\b[^:]*:(.*)")
+# Older: "Layers eligible for sparse math: a, b" and "TRT inference plan picked sparse implementation for layers: a".
+# Newer: "Found 2 layer(s) eligible to use sparse tactics: a, b" and "Chose 1 layer(s) using sparse tactics: a".
+_MESSAGE = re.compile(r"\(Sparsity\)(?P<words>[^:]*)(?::(?P<names>.*))?")
+_PICKED = re.compile(r"picked|chose|using", re.IGNORECASE)
+_COUNT = re.compile(r"(\d+) layer\(s\)")
 _STAMP = re.compile(r"^\[\d\d/\d\d/\d{4}-")
 
 
@@ -37,14 +39,18 @@ def read_log(path: str | Path) -> TrtLog:
     """Read a log of trtexec or of a builder, written with --verbose and --sparsity=enable."""
     path = Path(path)
     text = storage.read_bytes(path, _MAX_LOG).decode("utf-8", "replace")
-    lines = _unwrapped(text)
-    eligible = [match[1] for line in lines if (match := _ELIGIBLE.search(line))]
-    picked = [match[1] for line in lines if not _ELIGIBLE.search(line) and (match := _PICKED.search(line))]
-    if not eligible and not picked:
+    messages = [match for line in _unwrapped(text) if (match := _MESSAGE.search(line))]
+    if not messages:
         raise FileError(
             f"{path} says nothing about sparsity: it has no line with '(Sparsity)'; "
             f"build with trtexec --sparsity=enable --verbose, and keep its whole output"
         )
+    eligible = [match for match in messages if "eligible" in match["words"]]
+    picked = [match for match in messages if match not in eligible and _PICKED.search(match["words"])][-1:]
+    for match in picked:  # there is one for each pass of the builder; the last is for the engine
+        count = _COUNT.search(match["words"])
+        if count and int(count[1]) and not (match["names"] or "").strip():
+            raise FileError(f"{path} says that {count[1]} layers were picked, but not which: build with --verbose")
     return TrtLog(_names(eligible), _names(picked))
 
 
@@ -60,8 +66,9 @@ def _unwrapped(text: str) -> list[str]:
     return lines
 
 
-def _names(lists: Iterable[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(name.strip() for names in lists for name in names.split(", ") if name.strip()))
+def _names(messages: Iterable[re.Match[str]]) -> tuple[str, ...]:
+    lists = [match["names"] or "" for match in messages]
+    return tuple(dict.fromkeys(name.strip() for names in lists for name in names.split(",") if name.strip()))
 
 
 def _parts(layer: str) -> set[str]:

@@ -10,7 +10,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-from halve.markup import printable, text
+from halve.markup import text
+from halve.text import printable
 
 _TICKS = 5  # at most, about
 

@@ -6,13 +6,14 @@ from shlex import quote
 from typing import Any
 
 from halve.learn.schedule import USEFUL_STEPS
-from halve.markup import printable, text
+from halve.markup import text
 from halve.masks.mask import MaskSet
 from halve.report import figures as f
 from halve.report.agreed import Agreed
 from halve.report.files import mapping, number, words
 from halve.report.layers import LayerFacts
 from halve.report.timings import Timings
+from halve.text import printable
 
 _WELL = 0.97  # from this agreement on, the next step is to use the masks
 _GAIN = 1.02  # below this speed-up, a difference is noise

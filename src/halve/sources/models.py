@@ -48,6 +48,11 @@ def load_model(spec: str, weights: str | Path | None = None) -> Source:
         source = _timm(spec, *_split(name), weights)
     else:
         path, _, attribute = spec.rpartition(":")
+        if spec.endswith(".onnx"):
+            raise SourceError(
+                f"{spec} is an ONNX file, and masks are made for PyTorch models: use the code that it was exported "
+                f"from, or a file.py:callable that converts it (docs/export.md); 'halve check-onnx' judges the file"
+            )
         if not path.endswith(".py"):
             raise SourceError(f"unknown model {spec!r}; use {FORMS}")
         source = _from_file(spec, Path(path), attribute)

@@ -1,0 +1,192 @@
+"""Round trips through ONNX: how far exported files agree with the masked networks, and what int8 costs.
+
+    python experiments/export.py ASSETS WORK [--networks resnet18 ...] [--photos]
+
+ASSETS has the checkpoints and photos, as for one_shot.py. WORK keeps masks and ONNX files: what is there is used again.
+ResNet-50 has the weights of its checkpoint; the other networks have random weights and random BatchNorm statistics, as
+only the round trip is looked at. Masks are made in one shot. --photos also measures ResNet-50's files on 500 photos.
+Writes experiments/results/export.json.
+"""
+
+import argparse
+import datetime
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import onnx
+import torch
+from onnx import TensorProto, numpy_helper
+from polygraphy.tools.sparse import SparsityPruner
+from torch import Tensor, nn
+from torchvision import models
+
+import halve
+from halve.agreement import compare
+from halve.bench.records import hardware
+from halve.export.runtime import Session
+from halve.sources.data import Preprocessing, load_data
+from halve.sources.models import load_model
+
+RESULTS = Path(__file__).parent / "results" / "export.json"
+CALIBRATION_IMAGES = 256
+
+
+def random_network(name: str) -> nn.Module:
+    """A torchvision network with random weights and plausible BatchNorm statistics."""
+    torch.manual_seed(0)
+    detector = name.startswith(("retinanet", "ssd"))
+    backbone = {"weights_backbone": None} if detector or name.startswith("deeplab") else {}
+    model = models.get_model(name, weights=None, **backbone).eval()
+    for norm in model.modules():
+        if isinstance(norm, nn.BatchNorm2d):
+            nn.init.normal_(norm.running_mean, 0, 0.1)
+            nn.init.uniform_(norm.running_var, 0.5, 2)
+            nn.init.uniform_(norm.weight, 0.5, 1.5)
+            nn.init.normal_(norm.bias, 0, 0.1)
+    return model
+
+
+NETWORKS = {  # image size
+    "resnet18": 224,
+    "resnet50_v1": 176,  # of the training photos
+    "convnext_tiny": 224,
+    "mobilenet_v3_large": 224,
+    "efficientnet_b0": 224,
+    "deeplabv3_resnet50": 224,
+    "retinanet_resnet50_fpn_v2": 256,
+    "ssdlite320_mobilenet_v3_large": 320,
+}
+
+
+def round_trip(name: str, assets: Path, work: Path) -> dict[str, Any]:
+    """Export a network in float32 and float16, and compare."""
+    model, masks, images = opened(name, assets, work)
+    record: dict[str, Any] = {"network": name, "masked": len(masks), "images": len(images), "size": NETWORKS[name]}
+    for dtype in (torch.float32, torch.float16):
+        key = str(dtype).removeprefix("torch.")
+        done = halve.export(model, masks, images, work / f"{name}.{key}.onnx", dtype=dtype)
+        record[key] = {"difference": done.difference, "bytes": done.size}
+    eligible = {layer.weight for layer in done.check.eligible}
+    record |= {"layers": len(done.check.layers), "eligible": len(eligible), "likely": len(done.check.likely)}
+    record |= {"notes": list(done.notes), "polygraphy_agrees": judged(done.path) == eligible}
+    return record
+
+
+def opened(name: str, assets: Path, work: Path) -> tuple[nn.Module, halve.MaskSet, Tensor]:
+    """A network, its masks, and images to compare on."""
+    path = work / f"{name}.masks.safetensors"
+    if name == "resnet50_v1":
+        model = load_model(f"{assets / 'zoo.py'}:{name}", assets / "resnet50_v1_imagenet.safetensors").model
+        images = photos(assets / "in20_train", CALIBRATION_IMAGES)
+        if not path.exists():
+            masks = halve.prune(model, "wanda", images, permute=True, permute_seconds=60, recalibrate=True)
+            masks.save(path)
+        return model, halve.load(path), images[:8]
+    model, size = random_network(name), NETWORKS[name]
+    if not path.exists():
+        halve.prune(model).save(path)
+    return model, halve.load(path), torch.randn(2, 3, size, size)
+
+
+def photos(folder: Path, limit: int | None = None) -> Tensor:
+    """Images as one tensor, of the size of the training photos."""
+    loader = load_data(
+        str(folder), Preprocessing(NETWORKS["resnet50_v1"]), batch_size=64, limit=limit, shuffle=limit is not None
+    ).loader
+    return torch.cat([batch[0] for batch in loader])
+
+
+def judged(path: Path) -> set[str]:
+    """The weights that NVIDIA's Polygraphy finds sparse, of ungrouped layers."""
+    model = onnx.load(path)
+    grouped = {layer.weight for layer in halve.check_onnx(path).layers if "grouped" in layer.reason}
+    for tensor in model.graph.initializer:
+        if tensor.data_type in (TensorProto.INT8, TensorProto.FLOAT16):  # float32 is what it reads fastest
+            tensor.CopyFrom(numpy_helper.from_array(numpy_helper.to_array(tensor).astype("float32"), tensor.name))
+    judge = SparsityPruner(model)
+    judge.check()
+    return judge.sparse_tensors - grouped
+
+
+def on_photos(assets: Path, work: Path) -> list[dict[str, Any]]:
+    """ResNet-50 on 500 photos of 500 classes, in each precision, compared with the dense network in float32."""
+    name = "resnet50_v1"
+    model, masks, images = opened(name, assets, work)
+    test = photos(assets / "in1000_dev")
+    sparse = halve.apply(model, masks).eval()
+    quantized = work / f"{name}.int8.onnx"
+    calibrate = photos(assets / "in20_train", CALIBRATION_IMAGES)
+    if not quantized.exists():
+        done = halve.export(model, masks, images, quantized, int8=True, calibrate=calibrate)
+        quantized.with_suffix(".json").write_text(json.dumps(done.as_json()))
+    runs: dict[str, Callable[[Tensor], Tensor]] = {
+        "dense, PyTorch float32": model,
+        "2:4, PyTorch float32": sparse,
+        **{f"2:4, file in {key}": file_runner(work / f"{name}.{key}.onnx") for key in ("float32", "float16", "int8")},
+    }
+    scores = {}
+    for key, run in runs.items():
+        path = work / f"scores.{key.replace(' ', '_').replace(':', '_')}.pt"
+        if not path.exists():
+            with torch.no_grad():
+                torch.save(torch.cat([run(batch).float() for batch in test.split(20)]), path)
+        scores[key] = torch.load(path)
+    dense, masked = scores["dense, PyTorch float32"], scores["2:4, PyTorch float32"]
+    quantization = json.loads(quantized.with_suffix(".json").read_text())["quantization"]
+    return [
+        {
+            "network": name,
+            "run": key,
+            "photos": len(test),
+            "agreement": compare(found, dense).share,
+            "flips": int((found.argmax(1) != masked.argmax(1)).sum()),
+            **({"quantization": quantization} if key.endswith("int8") else {}),
+        }
+        for key, found in scores.items()
+    ]
+
+
+def file_runner(path: Path) -> Callable[[Tensor], Tensor]:
+    session: list[Session] = []  # loaded when needed
+
+    def run(batch: Tensor) -> Tensor:
+        session[:] = session or [Session(path)]
+        return session[0].run([batch])[0]
+
+    return run
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("assets", type=Path)
+    parser.add_argument("work", type=Path)
+    parser.add_argument("--networks", nargs="*", default=list(NETWORKS), choices=list(NETWORKS))
+    parser.add_argument("--photos", action="store_true")
+    options = parser.parse_args()
+    options.work.mkdir(exist_ok=True)
+    found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"networks": [], "photos": []}
+    for name in options.networks:
+        record = about() | round_trip(name, options.assets, options.work)
+        found["networks"] = [r for r in found["networks"] if r["network"] != name] + [record]
+        found["networks"].sort(key=lambda r: list(NETWORKS).index(r["network"]))
+        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+        print(record)
+    if options.photos:
+        found["photos"] = [about() | record for record in on_photos(options.assets, options.work)]
+        RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+
+
+def about() -> dict[str, Any]:
+    """When and with what something was measured."""
+    versions = {"halve": halve.__version__, "torch": torch.__version__, "onnx": onnx.__version__}
+    return {
+        "date": datetime.date.today().isoformat(),
+        "hardware": hardware(torch.device("cpu")),
+        "versions": versions,
+    }
+
+
+if __name__ == "__main__":
+    main()
