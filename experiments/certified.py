@@ -11,7 +11,7 @@ FEWEST = 4  # images for which a curve is drawn
 COLORS = {"halve": "#1a7f37", "magnitude": "#bf8700"}
 PANELS: tuple[tuple[str, str, float, float], ...] = (
     ("digits_region_radius", "Digits: change of each pixel, in 1/255", 255.0, 16.0),
-    ("digits_reuse_radius", "Digits: update of each weight, in 1/1000 of its layer's RMS", 1000.0, 32.0),
+    ("digits_reuse_radius", "Digits: update of weights, in 1/1000 of their RMS", 1000.0, 32.0),
 )
 
 
