@@ -1,5 +1,7 @@
 """No public call changes the process that it runs in: random numbers, environment variables, numbers of threads."""
 
+import contextlib
+import dataclasses
 import os
 import random
 
@@ -11,7 +13,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import halve
 from halve.engine.compile import NETWORK
-from halve.errors import DataError
+from halve.errors import DataError, HalveError
 from halve.process_state import preserved_process_state
 from tests.tiny import convnet, images, labels
 from tests.untouched import untouched
@@ -50,6 +52,20 @@ def compiled(model, masks, path):
         halve.load_compiled(path)
 
 
+def exported(model, masks, path):
+    with contextlib.suppress(HalveError):  # what changes the process may not export, but is not to change it either
+        halve.export(model, masks, images(2), path)
+        halve.check_onnx(path)
+
+
+def planned(model, path):
+    plan = halve.measure(model, images(2), seconds=0.001)
+    plan.save(path)
+    faster = {name: dataclasses.replace(layer, dense_ms=2.0, sparse_ms=1.0) for name, layer in plan.items()}
+    plan = dataclasses.replace(halve.load_plan(path), layers=faster)
+    halve.frontier(model, shuffled(), plan, points=2, steps=2, validation=images(8), fallback=False)
+
+
 CALLS = {
     "select": lambda model, masks, path: halve.select(model),
     "prune": lambda model, masks, path: halve.prune(model),
@@ -63,6 +79,10 @@ CALLS = {
     "restore_order": lambda model, masks, path: halve.restore_order(model, masks),
     "verify": lambda model, masks, path: halve.verify(model, masks),
     "evaluate": lambda model, masks, path: halve.evaluate(model, masks, shuffled()),
+    "certify": lambda model, masks, path: halve.certify(model, masks, shuffled()),
+    "report": lambda model, masks, path: halve.report(masks, model=model, data=shuffled()),
+    "export": lambda model, masks, path: exported(model, masks, path / "net.onnx"),
+    "measure": lambda model, masks, path: planned(model, path / "plan.json"),
     "pack": lambda model, masks, path: halve.unpack(halve.pack(model, masks, path / "net.packed.safetensors")),
     "save": lambda model, masks, path: halve.load(masks.save(path / "net.masks.safetensors")),
     "compile": lambda model, masks, path: compiled(model, masks, path / "net.pt2"),
@@ -84,7 +104,8 @@ def test_no_public_call_changes_the_process(call, net, tmp_path, monkeypatch):
 
 
 def test_every_public_function_is_called_here():
-    called = {name.split(",")[0] for name in CALLS} | {"load", "load_compiled", "unpack"}
+    called = {name.split(",")[0] for name in CALLS} | {"load", "load_compiled", "load_plan", "unpack"}
+    called |= {"check_onnx", "frontier"}
     functions = {name for name in halve.__all__ if callable(getattr(halve, name)) and name.islower()}
     assert functions <= called
 

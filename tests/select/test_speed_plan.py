@@ -76,6 +76,8 @@ def test_a_plan_of_another_machine_is_refused_unless_it_is_the_target():
     assert len(halve.select(net(), plan=foreign, target="h200").masked) == 1
     with pytest.raises(OptionError, match="not on the target 'A100'"):
         halve.select(net(), plan=foreign, target="A100")
+    other_threads = plan(device=device_names()[-1].replace(" threads", "0 threads"))
+    assert len(halve.select(net(), plan=other_threads).masked) == 1
 
 
 def test_a_plan_of_another_network_is_refused():

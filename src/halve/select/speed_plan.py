@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -136,7 +137,7 @@ class SpeedPlan(Mapping[str, LayerSpeed]):
             here: Names of this machine's devices.
             target: Part of the name of the device that the masks are for, such as "H200".
         """
-        if target is None and self.device not in here:
+        if target is None and _without_threads(self.device) not in map(_without_threads, here):
             raise OptionError(
                 f"the plan was measured on {self.device}, this machine has {listed(here)}; "
                 f"if the masks are for that machine, pass target={self.device!r}, otherwise measure again"
@@ -229,6 +230,11 @@ def load_plan(path: str | Path) -> SpeedPlan:
         raise FileError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise FileError(f"{path} is not a plan of 'halve measure': {error}") from error
+
+
+def _without_threads(device: str) -> str:
+    """The name of a device alone: learning may use other threads than inference."""
+    return re.sub(r", \d+ threads$", "", device)
 
 
 def _layer(plain: Mapping[str, Any]) -> LayerSpeed:
