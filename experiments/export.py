@@ -24,8 +24,8 @@ from torchvision import models
 
 import halve
 from halve.agreement import compare
-from halve.bench.records import hardware
 from halve.export.runtime import Session
+from halve.machine import device_name
 from halve.sources.data import Preprocessing, load_data
 from halve.sources.models import load_model
 
@@ -183,7 +183,7 @@ def about() -> dict[str, Any]:
     versions = {"halve": halve.__version__, "torch": torch.__version__, "onnx": onnx.__version__}
     return {
         "date": datetime.date.today().isoformat(),
-        "hardware": hardware(torch.device("cpu")),
+        "hardware": device_name(torch.device("cpu")),
         "versions": versions,
     }
 
