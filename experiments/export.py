@@ -69,7 +69,7 @@ def round_trip(name: str, assets: Path, work: Path) -> dict[str, Any]:
         done = halve.export(model, masks, images, work / f"{name}.{key}.onnx", dtype=dtype)
         record[key] = {"difference": done.difference, "bytes": done.size}
     eligible = {layer.weight for layer in done.check.eligible}
-    record |= {"layers": len(done.check.layers), "eligible": len(eligible), "likely": len(done.check.likely)}
+    record |= {"layers": len(done.check.layers), "eligible": len(done.check.eligible), "likely": len(done.check.likely)}
     record |= {"notes": list(done.notes), "polygraphy_agrees": judged(done.path) == eligible}
     return record
 
