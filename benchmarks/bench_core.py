@@ -6,7 +6,6 @@ Writes benchmarks/results/core.json: one record per network and step, the median
 """
 
 import json
-import platform
 import statistics
 import tempfile
 import time
@@ -17,6 +16,7 @@ import torch
 import torchvision
 
 import halve
+from halve.machine import device_name
 
 RESULTS = Path(__file__).parent / "results" / "core.json"
 NETWORKS = ("resnet18", "resnet50", "convnext_tiny", "mobilenet_v3_large", "efficientnet_b0")
@@ -48,7 +48,7 @@ def main() -> None:
                         "median_s": round(statistics.median(timed(run) for _ in range(RUNS)), 4),
                         "masked_weights": masks.weights,
                         "file_bits_per_weight": round(bits, 3),
-                        "hardware": f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads",
+                        "hardware": device_name(torch.device("cpu")),
                         "versions": {"halve": halve.__version__, "torch": torch.__version__},
                     }
                 )

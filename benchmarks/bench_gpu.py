@@ -18,7 +18,7 @@ import torch
 import torchvision
 
 import halve
-from halve.bench.measure import Measurement
+from halve.bench.bench import Measurement
 from halve.bench.records import layer_records, records
 from halve.bench.systems import SYSTEMS
 

@@ -1,6 +1,6 @@
 """The picture in the README, docs/halve.svg, drawn from the recorded results by tables.py.
 
-Plain SVG on a card of its own, so that it is readable in light and dark themes.
+Plain SVG on a card, so that it is readable in light and dark themes.
 """
 
 import random

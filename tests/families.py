@@ -146,7 +146,7 @@ def size(name: str) -> int:
 
 
 def lively(model: nn.Module) -> nn.Module:
-    """Every tensor with numbers of its own, so that one in the wrong place shows, and that signals get through."""
+    """Give every tensor distinct numbers, so that one in the wrong place shows, and that signals get through."""
     generator = torch.Generator().manual_seed(0)
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         if not tensor.is_floating_point():

@@ -65,3 +65,15 @@ def interrupting(step: int) -> Callable[[Any], None]:
             raise KeyboardInterrupt
 
     return report
+
+
+def costly():
+    """Four layers whose masks change many predictions."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        layers = [layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh())]
+        model = nn.Sequential(*layers, nn.Linear(16, 6)).eval()
+    with torch.no_grad():
+        for layer in layers[::2]:
+            layer.weight *= 1.6
+    return model

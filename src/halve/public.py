@@ -1,7 +1,7 @@
 """The public names."""
 
-from halve.bench.measure import bench
-from halve.bench.plan import measure
+from halve.bench.bench import bench
+from halve.bench.measure import measure
 from halve.certify.certificate import Certificate
 from halve.certify.certify import certify
 from halve.check.evaluate import evaluate

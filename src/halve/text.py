@@ -1,6 +1,7 @@
-"""Text that may come from someone else's file, made safe to show."""
+"""Text to show: safe, though it may come from someone else's file, and in columns."""
 
 import unicodedata
+from collections.abc import Iterable, Sequence
 
 # Control characters (escape sequences), formatting ones (bidirectional overrides), surrogates, other line breaks.
 _CONTROLS = ("Cc", "Cf", "Cs", "Zl", "Zp")
@@ -21,3 +22,15 @@ def _escaped(character: str) -> str:
     if character == "\n" or unicodedata.category(character) not in _CONTROLS:
         return character
     return character.encode("unicode_escape", "backslashreplace").decode("ascii")
+
+
+def aligned(rows: Iterable[Sequence[str]], separator: str = " | ", *, right: bool = False) -> list[str]:
+    """Return rows of cells as lines with aligned columns.
+
+    >>> aligned([("layer", "ms"), ("a", "0.5")])
+    ['layer | ms', 'a     | 0.5']
+    """
+    table = list(rows)
+    widths = [max(map(len, column)) for column in zip(*table, strict=True)]
+    align = str.rjust if right else str.ljust
+    return [separator.join(map(align, row, widths)).rstrip() for row in table]

@@ -2,7 +2,7 @@ import json
 
 import torch
 
-from halve.bench.measure import Measurement
+from halve.bench.bench import Measurement
 from halve.bench.records import OPTIONAL, layer_records, records
 from halve.engine.plan import Entry
 

@@ -151,8 +151,8 @@ def test_a_forged_proof_does_not_hold(model, masks, pictures):
     [
         ({"region": 0}, "positive number"),
         ({"reuse": "much"}, "positive number"),
-        ({"reuse": 1e-3, "region": 0.1}, "statement of its own"),
-        ({"reuse": 1e-3, "share": 0.9}, "statement of its own"),
+        ({"reuse": 1e-3, "region": 0.1}, "cannot be combined with another statement"),
+        ({"reuse": 1e-3, "share": 0.9}, "cannot be combined with another statement"),
         ({"region": 0.1, "mean": [0.5]}, "belong together"),
         ({"reuse": 1e-3, "layers": "nothing"}, "matches no layer"),
     ],

@@ -1,6 +1,6 @@
 import json
 
-from halve.bench.measure import Measurement
+from halve.bench.bench import Measurement
 from halve.cli.bench import _show
 from halve.engine.plan import Entry
 

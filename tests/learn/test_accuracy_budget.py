@@ -1,7 +1,6 @@
 import json
 
 import pytest
-import torch
 from torch import nn
 
 import halve
@@ -10,19 +9,8 @@ from halve.learn.accuracy_budget import by_worth, enforce_accuracy_budget, enfor
 from halve.machine import device_names
 from halve.select.speed_plan import LayerSpeed, SpeedPlan
 from tests.random_masks import random
-from tests.tiny import convnet, images, learn
+from tests.tiny import convnet, costly, images, learn
 from tests.untouched import untouched
-
-
-def network():
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        layers = [layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh())]
-        model = nn.Sequential(*layers, nn.Linear(16, 6)).eval()
-    with torch.no_grad():
-        for layer in layers[::2]:
-            layer.weight *= 1.6
-    return model
 
 
 def drop_of(model, masks, x):
@@ -31,7 +19,7 @@ def drop_of(model, masks, x):
 
 @pytest.mark.parametrize("max_drop", [0.02, 0.05, 0.15, 1.0])
 def test_the_budget_is_met_on_the_data(max_drop):
-    model, x = network(), random(300, 16)
+    model, x = costly(), random(300, 16)
     masks = halve.prune(model)
     with untouched(model):
         kept = enforce_accuracy_budget(model, masks, [x[:100], x[100:]], max_drop)
@@ -43,7 +31,7 @@ def test_the_budget_is_met_on_the_data(max_drop):
 
 
 def test_the_costliest_layers_are_left_dense_and_the_recipe_says_so():
-    model, x = network(), random(300, 16)
+    model, x = costly(), random(300, 16)
     masks = halve.prune(model)
     kept = enforce_accuracy_budget(model, masks, x, 0.05)
     dense = kept.recipe["left_dense"]
@@ -61,7 +49,7 @@ def test_the_costliest_layers_are_left_dense_and_the_recipe_says_so():
 
 
 def test_a_budget_that_is_met_by_all_masks_leaves_them_all():
-    model = network()
+    model = costly()
     masks = halve.prune(model)
     kept = enforce_accuracy_budget(model, masks, random(50, 16), 1.0)
     assert kept == masks
@@ -69,13 +57,13 @@ def test_a_budget_that_is_met_by_all_masks_leaves_them_all():
 
 
 def test_when_no_layer_can_be_masked_the_error_says_by_how_much_they_drop():
-    model = network()
+    model = costly()
     with pytest.raises(ModelError, match=r"no layer can be masked within max_drop=0.0: .* drop is 0\.\d+"):
         enforce_accuracy_budget(model, halve.prune(model, "random", pattern="1:4"), random(300, 16), 0.0)
 
 
 def test_top1_counts_right_answers_and_needs_labels():
-    model, x = network(), random(200, 16)
+    model, x = costly(), random(200, 16)
     truth = model(x).argmax(1)
     masks = halve.prune(model)
     by_labels = enforce_accuracy_budget(model, masks, [(x, truth)], 0.05, "top1")
@@ -89,7 +77,7 @@ def test_top1_counts_right_answers_and_needs_labels():
 
 @pytest.mark.parametrize("bad", [{"max_drop": 2}, {"max_drop": -0.1}, {"max_drop": 0.1, "metric": "top5"}])
 def test_bad_budgets_are_refused(bad):
-    model = network()
+    model = costly()
     with pytest.raises(OptionError, match=r"max_drop must be between 0 and 1|drop_metric must be one of"):
         enforce_accuracy_budget(model, halve.prune(model), random(5, 16), **bad)
 
@@ -107,7 +95,7 @@ def test_statistics_stay_with_the_masks():
 
 
 def test_learn_keeps_within_the_budget():
-    model, x = network(), random(200, 16)
+    model, x = costly(), random(200, 16)
     masks = learn(model, x, steps=5, max_drop=0.4, drop_data=[x])
     assert masks.recipe["method"] == "learn"
     assert masks.recipe["drop"] <= 0.4
@@ -135,7 +123,7 @@ def plan_of(masks, saved, dense_ms=10.0, sparse_ms=5.0):
 
 
 def test_layers_that_save_the_fewest_milliseconds_for_their_cost_are_left_dense_first():
-    model, x = network(), random(300, 16)
+    model, x = costly(), random(300, 16)
     masks = halve.prune(model)
     plain = enforce_accuracy_budget(model, masks, x, 0.1)
     plan = plan_of(masks, [0.9 if name in plain.recipe["left_dense"] else 1e-6 for name in masks])
@@ -147,7 +135,7 @@ def test_layers_that_save_the_fewest_milliseconds_for_their_cost_are_left_dense_
 
 
 def test_a_speed_target_keeps_the_masks_that_save_most_for_their_cost():
-    model, x = network(), random(300, 16)
+    model, x = costly(), random(300, 16)
     masks = halve.prune(model)
     plan = plan_of(masks, [0.5, 0.5, 0.5, 0.5])  # all of them: 2 x
     kept = enforce_speed_target(model, masks, x, 1.4, plan)
@@ -162,7 +150,7 @@ def test_a_speed_target_keeps_the_masks_that_save_most_for_their_cost():
 
 
 def test_learn_reaches_a_speed_target_and_learns_the_other_layers_again():
-    model, x = network(), random(400, 16)
+    model, x = costly(), random(400, 16)
     plan = plan_of(halve.prune(model), [0.5, 0.5, 0.5, 0.5])
     with untouched(model):
         masks = halve.learn(model, x, steps=40, plan=plan, min_speedup=1.4, permute=False, progress=False)
@@ -177,7 +165,7 @@ def test_learn_reaches_a_speed_target_and_learns_the_other_layers_again():
 
 
 def test_learning_again_keeps_what_is_better():
-    model, x = network(), random(400, 16)
+    model, x = costly(), random(400, 16)
     masks = halve.learn(model, x, steps=40, max_drop=0.05, permute=False, progress=False, fallback=False)
     assert masks.recipe["left_dense"]
     assert masks.recipe["relearned"] == 10  # deterministic: it is better here

@@ -1,6 +1,4 @@
 import pytest
-import torch
-from torch import nn
 
 import halve
 from halve.errors import DataError, OptionError
@@ -8,20 +6,10 @@ from halve.learn.frontier import _thinned
 from halve.machine import device_names
 from halve.select.speed_plan import LayerSpeed, SpeedPlan
 from tests.random_masks import random
+from tests.tiny import costly
 from tests.untouched import untouched
 
 QUICK = {"steps": 40, "permute": False, "progress": False, "fallback": False}
-
-
-def network():
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        layers = [layer for _ in range(4) for layer in (nn.Linear(16, 16), nn.Tanh())]
-        model = nn.Sequential(*layers, nn.Linear(16, 6)).eval()
-    with torch.no_grad():
-        for layer in layers[::2]:
-            layer.weight *= 1.6
-    return model
 
 
 def plan(*saved):
@@ -30,7 +18,7 @@ def plan(*saved):
 
 
 def test_points_lead_from_the_fastest_network_to_the_most_accurate_one():
-    model, x, speeds = network(), random(400, 16), plan(0.5, 0.5, 0.5, 0.5)
+    model, x, speeds = costly(), random(400, 16), plan(0.5, 0.5, 0.5, 0.5)
     with untouched(model):
         found = halve.frontier(model, x, speeds, points=4, **QUICK)
     assert [len(point.masks) for point in found] == [4, 3, 2, 1]
@@ -46,7 +34,7 @@ def test_points_lead_from_the_fastest_network_to_the_most_accurate_one():
 
 
 def test_layers_that_are_not_faster_sparse_are_masked_at_no_point():
-    found = halve.frontier(network(), random(200, 16), plan(0.5, 0.0, 0.5, 0.5), points=2, **QUICK)
+    found = halve.frontier(costly(), random(200, 16), plan(0.5, 0.0, 0.5, 0.5), points=2, **QUICK)
     assert list(found[0].masks) == ["0", "4", "6"]
     assert "2" not in found[1].masks
 
@@ -63,14 +51,14 @@ def test_a_plan_may_be_a_file_of_another_machine(tmp_path):
     path = tmp_path / "h200.json"
     SpeedPlan(plan(0.5, 0.5, 0.5, 0.5).layers, "NVIDIA H200", "float16", 256, (16,), 8.0, 4.0).save(path)
     with pytest.raises(OptionError, match="NVIDIA H200"):
-        halve.frontier(network(), random(200, 16), path, points=1, **QUICK)
-    assert len(halve.frontier(network(), random(200, 16), path, points=1, target="H200", **QUICK)) == 1
+        halve.frontier(costly(), random(200, 16), path, points=1, **QUICK)
+    assert len(halve.frontier(costly(), random(200, 16), path, points=1, target="H200", **QUICK)) == 1
 
 
 def test_images_to_judge_by_are_needed():
     with pytest.raises(DataError, match="needs images to measure agreement on: 30 images are too few"):
-        halve.frontier(network(), random(30, 16), plan(0.5, 0.5, 0.5, 0.5), **QUICK)
+        halve.frontier(costly(), random(30, 16), plan(0.5, 0.5, 0.5, 0.5), **QUICK)
     with pytest.raises(DataError, match="reads the data several times"):
-        halve.frontier(network(), iter([random(200, 16)]), plan(0.5, 0.5, 0.5, 0.5), validation=random(20, 16), **QUICK)
+        halve.frontier(costly(), iter([random(200, 16)]), plan(0.5, 0.5, 0.5, 0.5), validation=random(20, 16), **QUICK)
     with pytest.raises(OptionError, match="points must be a positive integer"):
-        halve.frontier(network(), random(200, 16), plan(0.5, 0.5, 0.5, 0.5), points=0)
+        halve.frontier(costly(), random(200, 16), plan(0.5, 0.5, 0.5, 0.5), points=0)

@@ -34,7 +34,7 @@ def shuffled(model, example):
 
 
 def lively(model):
-    """A model with numbers of its own, in double precision."""
+    """A model with random numbers, in double precision."""
     return families.lively(model).double()
 
 

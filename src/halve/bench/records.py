@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from halve.bench.measure import Measurement
+from halve.bench.bench import Measurement
 from halve.machine import device_name
 from halve.version import VERSION
 

@@ -212,7 +212,7 @@ def _check_options(
             raise OptionError(f"{name} must be a positive number, got {value!r}")
     if given and (len(given) > 1 or counted or reference is not None or forward is not None):
         raise OptionError(
-            f"{given[0]}= makes a statement of its own: it cannot be combined with another, nor with share=, by=, "
+            f"{given[0]}= cannot be combined with another statement, nor with share=, by=, "
             f"against=, reference= or forward="
         )
     if (options["mean"] is None) != (options["std"] is None):

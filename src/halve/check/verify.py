@@ -20,6 +20,7 @@ from halve.masks.moves import fits, moved_back
 from halve.masks.pattern import Pattern
 from halve.modules import check_initialised, unwrapped, weight_name, weight_of, weight_sources
 from halve.select.select import SelectOptions, select
+from halve.text import aligned, printable
 
 OnChanged = Literal["fail", "accept"]
 Status = Literal["ok", "changed", "not applied", "unknown", "failed"]
@@ -239,16 +240,14 @@ class Verification:
 
     def __str__(self) -> str:
         rows = [COLUMNS, *(layer.cells() for layer in self.layers)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [" | ".join(t.ljust(w) for t, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines = aligned(rows)
         lines += self.notes
         if self.status != "not applied":  # the table shows it
             lines += [f"failure: {name}: {failure}" for name, failure in self.failures.items()]
         lines.append(f"{self.status}: {self.summary}")
         if self.has_next:
             lines.append(f"next: {_NEXT[self.status]}")
-        # names in a mask file may hold characters that control a terminal
-        return "\n".join(line if line.isprintable() else line.encode("unicode_escape").decode() for line in lines)
+        return printable("\n".join(lines))
 
 
 def percent(share: float) -> str:

@@ -9,7 +9,7 @@ import typer
 
 import halve
 from halve.bench import records
-from halve.bench.measure import Measurement
+from halve.bench.bench import Measurement
 from halve.bench.systems import SYSTEMS
 from halve.cli import options as o
 from halve.cli import progress, show

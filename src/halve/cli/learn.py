@@ -185,7 +185,7 @@ def _check_validation(source: Data, validation: str | None) -> None:
 
 
 def _check_agreement(masks: halve.MaskSet, least: float) -> None:
-    """Exit with a code of its own if masks do not agree as much with the dense network as they should."""
+    """Exit with code 5 if masks agree less with the dense network than was asked for."""
     agreement = masks.recipe["quality"].get("agreement")
     if agreement is not None and agreement >= least:
         return

@@ -18,6 +18,7 @@ from halve.engine.timing_cache import TimingCache, kernel_id, layer_key
 from halve.errors import EngineError
 from halve.markup import table, text
 from halve.outputs import relative_error
+from halve.text import aligned
 
 _TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}  # relative error that a kernel may have; 1e-3 in other dtypes
 COLUMNS = ("layer", "shape", "kernel", "ms", "dense ms", "our dense ms", "sparse ms", "reason")
@@ -114,8 +115,7 @@ class Plan:
             sparse = sum(entry.sparse for entry in entries)
             lines.append(f"batch {batch}, {sparse} of {len(entries)} layers sparse{self.rest(batch)}")
             rows = [COLUMNS, *(entry.cells() for entry in entries)]
-            widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-            lines += [" | ".join(t.ljust(w) for t, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+            lines += aligned(rows)
         lines += [f"{name}: {reason}" for name, reason in self.uncompiled.items()]
         return "\n".join(lines)
 

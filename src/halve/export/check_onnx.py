@@ -10,6 +10,7 @@ from halve.errors import listed
 from halve.export import file, trtexec
 from halve.export.eligibility import COLUMNS, OnnxLayer, judged
 from halve.export.weights import products_in
+from halve.text import aligned, printable
 
 Status = Literal["ok", "failed", "none"]
 
@@ -106,12 +107,10 @@ class OnnxCheck:
 
     def __str__(self) -> str:
         rows = [self.columns, *self.rows()]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines = [" | ".join(t.ljust(w) for t, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+        lines = aligned(rows)
         lines += [f"note: {note}" for note in self.notes]
         lines.append(f"{self.status}: {self.summary}")
-        # names in a file may hold characters that control a terminal
-        return "\n".join(line if line.isprintable() else line.encode("unicode_escape").decode() for line in lines)
+        return printable("\n".join(lines))
 
 
 def check_onnx(path: str | Path, *, trt_log: str | Path | None = None) -> OnnxCheck:

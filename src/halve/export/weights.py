@@ -19,9 +19,9 @@ OTHER_PRODUCTS = {  # that TensorRT does not take as they are
     "QLinearMatMul": "an operator of onnxruntime's QOperator format: quantise with Q/DQ nodes instead",
     "ConvInteger": "an integer operator: quantise with Q/DQ nodes instead",
     "MatMulInteger": "an integer operator: quantise with Q/DQ nodes instead",
-    "FusedConv": "fused by onnxruntime: use the model as it was before that",
-    "FusedGemm": "fused by onnxruntime: use the model as it was before that",
-    "FusedMatMul": "fused by onnxruntime: use the model as it was before that",
+    "FusedConv": "fused by onnxruntime: use the original model",
+    "FusedGemm": "fused by onnxruntime: use the original model",
+    "FusedMatMul": "fused by onnxruntime: use the original model",
 }
 _QUANTIZERS = ("QuantizeLinear", "DequantizeLinear")
 _MAX_STEPS = 64

@@ -1,6 +1,5 @@
 """Several sets of masks, from the fastest network to the most accurate one."""
 
-import glob
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,20 +11,16 @@ from halve.batches import Forward, Progress
 from halve.errors import DataError, OptionError
 from halve.learn.accuracy_budget import by_worth, costs_of
 from halve.learn.held_back import chosen_from, hold_back, hold_back_none
-from halve.learn.learn import learn
+from halve.learn.learn import learn, options_to_relearn
 from halve.markup import table
 from halve.masks.mask import MaskSet
 from halve.modules import unwrapped
 from halve.process_state import preserved_process_state
 from halve.select.speed_plan import SpeedPlan, load_plan
+from halve.text import aligned
 
 POINTS = 5
 COLUMNS = ("layers masked", "weights", "ms", "speed-up", "agreement", "KL")
-_SHARE = 4  # masks of later points are learned again for a quarter of the steps
-_FIRST_POINT_ONLY = (
-    *("steps", "epochs", "minutes", "start", "permute", "permute_seconds", "fallback"),
-    *("include", "exclude", "also", "target", "run_state", "resume", "log"),
-)
 
 
 @dataclass(frozen=True)
@@ -75,10 +70,7 @@ class Frontier(Sequence[Point]):
 
     def __str__(self) -> str:
         rows = [COLUMNS, *(point.cells() for point in self)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            [self._title, *(" | ".join(t.rjust(w) for t, w in zip(row, widths, strict=True)) for row in rows)]
-        )
+        return "\n".join([self._title, *aligned(rows, right=True)])
 
 
 @preserved_process_state()
@@ -137,14 +129,11 @@ def frontier(
     masks = learn(model, split.data, plan=speeds, **common, **options)
     costs = costs_of(model, masks, images, forward=forward, progress=progress)
     order = by_worth(costs, speeds)
-    again = {key: value for key, value in options.items() if key not in _FIRST_POINT_ONLY}
-    steps = max(1, masks.recipe["steps_done"] // _SHARE)
+    steps = masks.recipe["steps_done"]
     found = [_point(masks, speeds)]
     for left in _thinned(order, speeds, points):
-        names = [glob.escape(name) for name in left]
         start = masks.without(set(masks) - set(left))
-        chosen = {"start": start, "steps": steps, "include": names, "also": names, "fallback": False}
-        masks = learn(model, split.data, **common, **again, **chosen)
+        masks = learn(model, split.data, **common, **options_to_relearn(options, start, steps))
         dense = {name: costs[name] for name in order if name not in left}
         found.append(_point(masks.with_recipe(left_dense=dense), speeds))
     return Frontier(found, speeds)

@@ -50,7 +50,11 @@ from halve.permute.policy import search_by_default, search_seconds
 from halve.process_state import preserved_process_state
 from halve.select.select import SelectOptions, plain_options
 
-_QUARTER = 4  # layers that are left after a budget are learned again for a quarter of the steps
+_SHARE = 4  # masks are learned again for a quarter of the steps
+_NOT_AGAIN = (  # options of `learn` that hold for the first run only
+    *("minutes", "epochs", "permute", "permute_seconds", "run_state", "resume", "log"),
+    *("exclude", "plan", "target", "max_drop", "min_speedup", "drop_data", "drop_metric"),
+)
 Precision = Literal["auto", "float32", "bfloat16"]
 
 
@@ -425,6 +429,20 @@ def _traded(trade: Trade, inputs: Inputs, masks: MaskSet) -> MaskSet:
         raise LearningError(f"{first_line(error)}; the masks as learned are in the error's .masks", masks) from error
 
 
+def options_to_relearn(options: Mapping[str, Any], masks: MaskSet, steps: int) -> dict[str, Any]:
+    """The options of `learn` to learn these masks again, and no others, given those of the run that they are from.
+
+    Args:
+        options: Options of that run.
+        masks: Where to start, with the layers that are left.
+        steps: Steps of that run.
+    """
+    names = [glob.escape(name) for name in masks]
+    again = {key: value for key, value in options.items() if key not in _NOT_AGAIN}
+    chosen = {"start": masks, "steps": max(1, steps // _SHARE), "include": names, "also": names, "fallback": False}
+    return again | chosen
+
+
 def _relearned(
     trade: Trade,
     inputs: Inputs,
@@ -436,15 +454,12 @@ def _relearned(
 ) -> MaskSet:
     """The masks of the layers that are not left dense, learned again for a quarter of the steps, if that is better."""
     recipe = masks.recipe
-    if not recipe["left_dense"] or recipe["steps_done"] < _QUARTER:
+    if not recipe["left_dense"]:
         return masks
-    names = [glob.escape(name) for name in masks]
-    again: dict[str, Any] = {key: value for key, value in settings.items() if key not in ("minutes", "epochs")}
-    again |= {key: value for key, value in selection.items() if key not in ("exclude", "plan", "target")}
-    again |= {"start": masks, "steps": recipe["steps_done"] // _QUARTER, "include": names, "also": names}
+    again = options_to_relearn({**settings, **selection}, masks, recipe["steps_done"])
     validation = split.held_back if split.source else False
     try:
-        found = learn(inputs.model, split.data, **again, **others, validation=validation, fallback=False)
+        found = learn(inputs.model, split.data, **again, **others, validation=validation)
         drop = trade.drop(inputs.model, found, inputs.forward)
     except LearningError as error:
         warn(f"the layers that are left were not learned again: {first_line(error)}", LearningWarning)

@@ -30,6 +30,7 @@ from halve.process_state import preserved_process_state
 from halve.select.head import find_heads
 from halve.select.ran import layers_that_run
 from halve.select.speed_plan import SpeedPlan, load_plan
+from halve.text import aligned
 
 Remainder = Literal["skip", "pad", "error"]
 REMAINDERS: tuple[Remainder, ...] = ("skip", "pad", "error")
@@ -101,10 +102,7 @@ class Selection(Sequence[Choice]):
 
     def __str__(self) -> str:
         rows = [(c.name, c.type, "x".join(map(str, c.shape)), str(c.pattern or "dense"), c.reason) for c in self]
-        widths = [max(map(len, column), default=0) for column in zip(*rows, strict=True)]
-        return "\n".join(
-            "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows
-        )
+        return "\n".join(aligned(rows, "  "))
 
 
 @preserved_process_state()

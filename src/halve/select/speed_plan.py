@@ -11,6 +11,7 @@ from typing import Any
 from halve.errors import FileError, OptionError, listed
 from halve.markup import table
 from halve.masks.storage import write_atomically
+from halve.text import aligned
 
 FORMAT = "halve.speed_plan"
 VERSION = 1
@@ -199,11 +200,8 @@ class SpeedPlan(Mapping[str, LayerSpeed]):
         return table(self._title, ("layer", "shape", ">dense ms", ">sparse ms", "mask pays"), map(self._row, self))
 
     def __str__(self) -> str:
-        lines = [self._title]
         rows = [("layer", "shape", "dense ms", "sparse ms", "mask pays"), *map(self._row, self)]
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines += [" | ".join(t.ljust(w) for t, w in zip(row, widths, strict=True)).rstrip() for row in rows]
-        return "\n".join(lines)
+        return "\n".join([self._title, *aligned(rows)])
 
     def _row(self, name: str) -> tuple[str, ...]:
         layer = self[name]
