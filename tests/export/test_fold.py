@@ -69,3 +69,13 @@ def test_norms_fold_where_only_they_read_the_layer_and_the_model_computes_the_sa
         assert fold_(model, capture(model, x).parts[0]) == wanted
         torch.testing.assert_close(model(x), expected, atol=1e-4, rtol=1e-4)
     assert all(bool((norm.running_var == 1).all()) for norm in model.modules() if hasattr(norm, "running_var"))
+
+
+def test_folded_norms_run_in_every_version_of_pytorch():
+    """Some versions refuse an epsilon of zero."""
+    model = nn.Sequential(nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4)).eval()
+    folded = fold_(model, capture(model, torch.randn(IMAGE)).parts[0])
+    assert folded == ["1"]
+    assert model[1].eps > 0
+    x = torch.randn(IMAGE)
+    assert torch.equal(model(x), model[0](x))

@@ -14,6 +14,7 @@ from halve.modules import kind_of
 _ATEN = torch.ops.aten
 _NORM = _ATEN._native_batch_norm_legit_no_training.default
 _EPSILON = 6  # its argument
+_NO_EPSILON = torch.finfo(torch.float32).tiny  # PyTorch refuses zero; one plus this is one
 _BatchNorm = nn.modules.batchnorm._BatchNorm
 _FROZEN = "FrozenBatchNorm2d"  # torchvision's: the same, with buffers only
 
@@ -77,7 +78,7 @@ def drop_identities_(part: Part, folded: list[str]) -> None:
                 graph.erase_node(user)
             graph.erase_node(node)
         elif _owner(part, node.args[3]) is not None:
-            node.update_arg(_EPSILON, 0.0)
+            node.update_arg(_EPSILON, _NO_EPSILON)
 
 
 def _pairs(model: nn.Module, part: Part) -> Iterator[tuple[str, str]]:
@@ -132,7 +133,7 @@ def _set_(norm: Any, scale: Tensor, shift: Tensor) -> None:
     with torch.no_grad():
         norm.running_mean.zero_()
         norm.running_var.fill_(1)
-    norm.eps = 0.0
+    norm.eps = _NO_EPSILON
     norm.weight = nn.Parameter(scale.to(like.dtype), requires_grad=False)
     norm.bias = nn.Parameter(shift.to(like.dtype), requires_grad=False)
 
