@@ -4,11 +4,13 @@
 
 ASSETS has the checkpoints and photos, as for one_shot.py. WORK keeps masks and ONNX files: what is there is used again.
 ResNet-50 has the weights of its checkpoint; the other networks have random weights and random BatchNorm statistics, as
-only the round trip is looked at. Masks are made in one shot. --photos also measures ResNet-50's files on 500 photos.
-Writes experiments/results/export.json.
+only the round trip is looked at. Masks are made in one shot, unless WORK has others: what `halve learn` found goes
+there as resnet50_v1.masks.safetensors. --photos also measures ResNet-50's files on 500 photos, and PyTorch in float16 if
+there is a GPU, as onnxruntime computes float16 in float32 on CPUs. Writes experiments/results/export.json.
 """
 
 import argparse
+import copy
 import datetime
 import json
 from collections.abc import Callable
@@ -18,12 +20,12 @@ from typing import Any
 import onnx
 import torch
 from onnx import TensorProto, numpy_helper
-from polygraphy.tools.sparse import SparsityPruner
 from torch import Tensor, nn
 from torchvision import models
 
 import halve
 from halve.agreement import compare
+from halve.export.network import prepared
 from halve.export.runtime import Session
 from halve.machine import device_name
 from halve.sources.data import Preprocessing, load_data
@@ -31,6 +33,7 @@ from halve.sources.models import load_model
 
 RESULTS = Path(__file__).parent / "results" / "export.json"
 CALIBRATION_IMAGES = 256
+HALF = "2:4, PyTorch float16 on a GPU"
 
 
 def random_network(name: str) -> nn.Module:
@@ -50,7 +53,7 @@ def random_network(name: str) -> nn.Module:
 
 NETWORKS = {  # image size
     "resnet18": 224,
-    "resnet50_v1": 176,  # of the training photos
+    "resnet50_v1": 224,
     "convnext_tiny": 224,
     "mobilenet_v3_large": 224,
     "efficientnet_b0": 224,
@@ -91,15 +94,18 @@ def opened(name: str, assets: Path, work: Path) -> tuple[nn.Module, halve.MaskSe
 
 
 def photos(folder: Path, limit: int | None = None) -> Tensor:
-    """Images as one tensor, of the size of the training photos."""
+    """Images as one tensor."""
+    size = NETWORKS["resnet50_v1"]
     loader = load_data(
-        str(folder), Preprocessing(NETWORKS["resnet50_v1"]), batch_size=64, limit=limit, shuffle=limit is not None
+        str(folder), Preprocessing(size, size), batch_size=64, limit=limit, shuffle=limit is not None
     ).loader
     return torch.cat([batch[0] for batch in loader])
 
 
 def judged(path: Path) -> set[str]:
     """The weights that NVIDIA's Polygraphy finds sparse, of ungrouped layers."""
+    from polygraphy.tools.sparse import SparsityPruner  # not needed on the machine with the GPU
+
     model = onnx.load(path)
     grouped = {layer.weight for layer in halve.check_onnx(path).layers if "grouped" in layer.reason}
     for tensor in model.graph.initializer:
@@ -124,14 +130,17 @@ def on_photos(assets: Path, work: Path) -> list[dict[str, Any]]:
     runs: dict[str, Callable[[Tensor], Tensor]] = {
         "dense, PyTorch float32": model,
         "2:4, PyTorch float32": sparse,
+        HALF: half_runner(sparse, images),
         **{f"2:4, file in {key}": file_runner(work / f"{name}.{key}.onnx") for key in ("float32", "float16", "int8")},
     }
     scores = {}
     for key, run in runs.items():
         path = work / f"scores.{key.replace(' ', '_').replace(':', '_')}.pt"
         if not path.exists():
+            if key == HALF and not torch.cuda.is_available():
+                continue  # half precision on a CPU would be another computation
             with torch.no_grad():
-                torch.save(torch.cat([run(batch).float() for batch in test.split(20)]), path)
+                torch.save(torch.cat([run(batch).float().cpu() for batch in test.split(20)]), path)
         scores[key] = torch.load(path)
     dense, masked = scores["dense, PyTorch float32"], scores["2:4, PyTorch float32"]
     quantization = json.loads(quantized.with_suffix(".json").read_text())["quantization"]
@@ -140,12 +149,26 @@ def on_photos(assets: Path, work: Path) -> list[dict[str, Any]]:
             "network": name,
             "run": key,
             "photos": len(test),
+            "mask": masks.recipe.get("method", "learn"),
             "agreement": compare(found, dense).share,
             "flips": int((found.argmax(1) != masked.argmax(1)).sum()),
             **({"quantization": quantization} if key.endswith("int8") else {}),
         }
         for key, found in scores.items()
     ]
+
+
+def half_runner(sparse: nn.Module, images: Tensor) -> Callable[[Tensor], Tensor]:
+    """What the file in float16 computes, in PyTorch on a GPU."""
+    network: list[nn.Module] = []  # folded when needed
+
+    def run(batch: Tensor) -> Tensor:
+        if not network:
+            network.append(prepared(copy.deepcopy(sparse), (images,), torch.float32).module.half().cuda())
+        scores: Tensor = network[0](batch.half().cuda())
+        return scores
+
+    return run
 
 
 def file_runner(path: Path) -> Callable[[Tensor], Tensor]:
