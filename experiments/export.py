@@ -5,8 +5,8 @@
 ASSETS has the checkpoints and photos, as for one_shot.py. WORK keeps masks and ONNX files: what is there is used again.
 ResNet-50 has the weights of its checkpoint; the other networks have random weights and random BatchNorm statistics, as
 only the round trip is looked at. Masks are made in one shot, unless WORK has others: what `halve learn` found goes
-there as resnet50_v1.masks.safetensors. --photos also measures ResNet-50's files on 500 photos, and PyTorch in float16 if
-there is a GPU, as onnxruntime computes float16 in float32 on CPUs. Writes experiments/results/export.json.
+there as resnet50_v1.masks.safetensors. --photos also measures ResNet-50's files on 500 photos, and PyTorch in float16
+if there is a GPU, as onnxruntime computes float16 in float32 on CPUs. Writes experiments/results/export.json.
 """
 
 import argparse

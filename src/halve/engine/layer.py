@@ -33,7 +33,8 @@ class Layer(nn.Module):
         self.name, self.operation, self._described = name, operation, operation.to_json()
         weight = tensors.get("weight")
         self.dtype = weight.dtype if weight is not None else dtype or torch.float32
-        self.is_2_4 = weight is not None and getattr(operation, "groups", 1) == 1 and _is_2_4(weight)
+        weights = [tensor for key, tensor in tensors.items() if key.endswith("weight")]
+        self.is_2_4 = bool(weights) and getattr(operation, "groups", 1) == 1 and all(map(_is_2_4, weights))
         self.kernels: dict[int, Kernel] = {}  # input size -> kernel
         self._packed_names: dict[str, dict[str, str]] = {}  # family -> tensor -> its buffer
         self._pack(FALLBACK.family, dict(tensors))
@@ -63,9 +64,9 @@ class Layer(nn.Module):
 
     def cast_(self, dtype: torch.dtype) -> None:
         """Convert to another dtype and reset to the fallback kernel. Biases stay in single precision."""
-        tensors = self.tensors()
-        if "weight" in tensors:
-            tensors["weight"] = tensors["weight"].to(dtype)
+        tensors = {
+            name: tensor.to(dtype) if name.endswith("weight") else tensor for name, tensor in self.tensors().items()
+        }
         self._packed_names.clear()
         self._buffers.clear()
         self.dtype, self.kernels = dtype, {}

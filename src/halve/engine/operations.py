@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Pair = tuple[int, int]
-Tensors = Mapping[str, Tensor]  # by name: "weight", "bias" and "scale", if the layer has them
+Tensors = Mapping[str, Tensor]  # by name: "weight", "bias", "scale" and "shortcut_weight", if the layer has them
 
 
 class Activation(NamedTuple):
@@ -249,8 +249,59 @@ class PooledConvolution(Operation):
         return self.convolution.weight_shape
 
 
+@dataclass(frozen=True)
+class JoinedConvolution(Operation):
+    """activation(conv2d(x, weight) + conv2d(shortcut, shortcut_weight) + bias): the end of many residual blocks.
+
+    The shortcut is the second input; its convolution is 1x1.
+
+    >>> end = JoinedConvolution(512, 128, (1, 1), (0, 0), (1, 1), "relu", shortcut_channels=256, shortcut_stride=(2, 2))
+    >>> end.out_shape((8, 128, 28, 28)), end.shortcut.out_shape((8, 256, 56, 56))
+    ((8, 512, 28, 28), (8, 512, 28, 28))
+    """
+
+    rows: int
+    channels: int
+    kernel: Pair
+    padding: Pair
+    dilation: Pair
+    activation: str
+    shortcut_channels: int
+    shortcut_stride: Pair
+
+    @property
+    def convolution(self) -> Convolution:
+        """The convolution of the first input."""
+        return Convolution(
+            self.rows, self.channels, self.kernel, (1, 1), self.padding, self.dilation, 1, self.activation
+        )
+
+    @property
+    def shortcut(self) -> Convolution:
+        """The convolution of the second input."""
+        return Convolution(self.rows, self.shortcut_channels, stride=self.shortcut_stride)
+
+    def reference(self, inputs: Sequence[Tensor], tensors: Tensors) -> Tensor:
+        x, shortcut = inputs
+        added = self.shortcut.reference([shortcut], {"weight": tensors["shortcut_weight"]})
+        return self.convolution.reference([x, added], tensors)
+
+    def out_shape(self, shape: Sequence[Any]) -> tuple[Any, ...]:
+        return self.convolution.out_shape(shape)
+
+    def size(self, x: Tensor) -> int:
+        return self.convolution.size(x)
+
+    def describe(self, x: Tensor) -> str:
+        return f"{self.convolution.describe(x)} + {self.shortcut_channels}>{self.rows} 1x1/{self.shortcut_stride[0]}"
+
+    @property
+    def weight_shape(self) -> tuple[int, int, int, int]:
+        return self.convolution.weight_shape
+
+
 OPERATIONS: dict[str, type[Operation]] = {
-    kind.__name__: kind for kind in (Convolution, Linear, MaxPool, PooledConvolution)
+    kind.__name__: kind for kind in (Convolution, Linear, MaxPool, PooledConvolution, JoinedConvolution)
 }
 
 

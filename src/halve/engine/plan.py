@@ -22,6 +22,7 @@ from halve.text import aligned
 
 _TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}  # relative error that a kernel may have; 1e-3 in other dtypes
 COLUMNS = ("layer", "shape", "kernel", "ms", "dense ms", "our dense ms", "sparse ms", "reason")
+Jobs = dict[object, Callable[[], object]]  # compilations of kernels, each once
 THRESHOLDS = (1.0, 0.8, 0.6)  # relative to dense speed: above each of these, our kernels are tried in the whole network
 
 
@@ -272,13 +273,13 @@ def time_layers(
     found: dict[int, LayerTimes] = {}
     bar = iter(tracked(layers, progress, "timing kernels"))  # layers are timed by hooks, in the order they run
 
-    def time_layer(layer: Layer, inputs: list[Tensor]) -> None:
+    def time_one(layer: Layer, inputs: list[Tensor]) -> None:
         if id(layer) not in found:
             next(bar, None)
-            found[id(layer)] = _time_layer(layer, inputs, cache, device, sparse)
+            found[id(layer)] = time_layer(layer, inputs, cache, device, sparse)
 
     _compile_kernels(layers, run, cache, device, sparse)
-    visit(layers, run, time_layer)
+    visit(layers, run, time_one)
     for _ in bar:  # some layers may not have run
         pass
     cache.save()
@@ -303,20 +304,25 @@ def visit(layers: Sequence[Layer], run: Callable[[], object], look: Callable[[La
 def _compile_kernels(
     layers: Sequence[Layer], run: Callable[[], object], cache: TimingCache, device: torch.device, sparse: bool
 ) -> None:
-    """Compile all kernels that are going to be timed, in several threads: one after the other takes minutes."""
+    """Compile all kernels that are going to be timed."""
     if device.type != "cuda":
         return
-    jobs: dict[object, Callable[[], object]] = {}
+    jobs: Jobs = {}
+    visit(layers, run, lambda layer, inputs: jobs.update(compilations(layer, inputs, cache, device, sparse)))
+    compile_all(jobs)
 
-    def collect(layer: Layer, inputs: list[Tensor]) -> None:
-        kernels = _candidates(layer, device, sparse, inputs)
-        if cache.get(layer_key(layer, inputs), map(kernel_id, kernels)) is None:
-            for kernel in kernels:
-                job = family_of(kernel).compilation(inputs, layer.operation, kernel.variant)
-                if job is not None:
-                    jobs[job.func, job.args] = job
 
-    visit(layers, run, collect)
+def compilations(layer: Layer, inputs: list[Tensor], cache: TimingCache, device: torch.device, sparse: bool) -> Jobs:
+    """What must be compiled before the kernels of a layer are timed: nothing if the times are known."""
+    kernels = _candidates(layer, device, sparse, inputs)
+    if cache.get(layer_key(layer, inputs), map(kernel_id, kernels)) is not None:
+        return {}
+    jobs = (family_of(kernel).compilation(inputs, layer.operation, kernel.variant) for kernel in kernels)
+    return {(job.func, job.args): job for job in jobs if job is not None}
+
+
+def compile_all(jobs: Jobs) -> None:
+    """Compile kernels in several threads: one after the other takes minutes."""
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
         for done in [pool.submit(job) for job in jobs.values()]:
             if isinstance(done.exception(), BaseException) and not isinstance(done.exception(), EngineError):
@@ -333,9 +339,10 @@ def _candidates(
     return [kernel for kernel in found if family_of(kernel).fits(inputs, layer.operation, kernel.variant)]
 
 
-def _time_layer(
+def time_layer(
     layer: Layer, inputs: list[Tensor], cache: TimingCache, device: torch.device, sparse: bool
 ) -> LayerTimes:
+    """Time the kernels of a layer on an input."""
     kernels = _candidates(layer, device, sparse, inputs)
     key = layer_key(layer, inputs)
     ids = {kernel_id(kernel): kernel for kernel in kernels}

@@ -20,6 +20,10 @@ VARIANTS = {
     "own pixels": Variant(True, True, False, True, True, 1, 232, 1, 1, "gelu"),
     "own pixels, streamed": Variant(True, False, True, True, False, 1, 248, 1, 1, "silu"),
     "in parts": Variant(True, False, False, False, False, 1, 256, 4, 2, "hardswish"),
+    "a tile shared by blocks": Variant(True, False, True, False, False, 1, 104, 1, 1, "relu", split=4),
+    "two blocks": Variant(True, False, True, True, False, 1, 96, 1, 1, "relu", light=True),
+    "two blocks of a cluster": Variant(True, False, False, False, False, 1, 64, 1, 1, "relu", split=2, light=True),
+    "with a shortcut": Variant(True, False, False, False, False, 1, 200, 1, 2, "relu", shortcut=True),
     "dense": Variant(False, False, False, False, False, 1, 216, 1, 2, "relu"),
 }
 
@@ -105,8 +109,8 @@ def test_the_check_finds_a_register_that_is_written_too_early():
 
 def test_every_tile_compiles(tmp_path, monkeypatch):
     monkeypatch.setenv("HALVE_CACHE", str(tmp_path))
-    convolution = Convolution(64, 64, (3, 3), padding=(1, 1), activation="relu")
+    convolution = Convolution(64, 512, (3, 3), padding=(1, 1), activation="relu")
     for tile in TILES.values():
-        plan = tiling(convolution, (8, 28, 28), tile, sparse=True, residual=False, processors=132)
+        plan = tiling(convolution, (4, 14, 14), tile, sparse=True, residual=False, processors=132)
         variant = variant_of(plan, convolution, torch.float16, sparse=True, residual=False)
         assert b"conv" in machine_code(variant, "sm_90a")

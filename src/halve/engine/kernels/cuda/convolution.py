@@ -42,7 +42,7 @@ class ConvolutionFamily(KernelFamily):
     def _convolve(self, inputs: Sequence[Tensor], packed: Tensors, convolution: Convolution, variant: str) -> Tensor:
         self._check(inputs, packed, convolution)
         if inputs[0].is_cuda:
-            return self.launch([_readable(x) for x in inputs], packed, convolution, variant)
+            return self.launch([readable(x) for x in inputs], packed, convolution, variant)
         return self.reference(inputs, packed, convolution)
 
     def reference(self, inputs: Sequence[Tensor], packed: Tensors, convolution: Convolution) -> Tensor:
@@ -121,7 +121,7 @@ def as_convolution(operation: Operation) -> Convolution:
     return operation.convolution
 
 
-def _readable(x: Tensor) -> Tensor:
+def readable(x: Tensor) -> Tensor:
     """A channels-last tensor aligned to 16 bytes. Slices may start at any address."""
     x = x.contiguous(memory_format=_NHWC)
     return x if x.data_ptr() % 16 == 0 else x.clone(memory_format=_NHWC)

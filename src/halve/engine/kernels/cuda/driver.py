@@ -14,6 +14,7 @@ from torch import Tensor
 from halve.errors import EngineError
 
 _MAX_DYNAMIC_SHARED_SIZE = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_CLUSTER_DIMENSION = 4  # CU_LAUNCH_ATTRIBUTE_CLUSTER_DIMENSION
 _PROGRAMMATIC_STREAM_SERIALIZATION = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
 MIN_CAPABILITY = (8, 0)  # the first with sparse tensor cores
 
@@ -68,22 +69,30 @@ class Kernel:
         grid: tuple[int, int],
         threads: int,
         arguments: Sequence[Tensor | ctypes.Structure | None],
+        cluster: int = 1,
     ) -> None:
         """Launch the kernel on the current stream. Tensors are passed as pointers, None as a null pointer.
+
+        `cluster` neighbouring blocks share their shared memory.
 
         While a CUDA graph is recorded, the launch is a dependent one: the kernel may start before the previous one is
         done, and waits for it itself. Only there, as weights do not change within a recording.
         """
         held = [a if isinstance(a, ctypes.Structure) else ctypes.c_void_p(_address(a)) for a in arguments]
         pointers = (ctypes.c_void_p * len(held))(*(ctypes.addressof(a) for a in held))
-        attributes = (_Attribute * 1)(_Attribute(_PROGRAMMATIC_STREAM_SERIALIZATION, 0, (ctypes.c_int * 16)(1)))
+        wanted: dict[int, tuple[int, ...]] = {}
+        if cluster > 1:
+            wanted[_CLUSTER_DIMENSION] = (cluster, 1, 1)
+        if self._can_depend and torch.cuda.is_current_stream_capturing():
+            wanted[_PROGRAMMATIC_STREAM_SERIALIZATION] = (1,)
+        attributes = (_Attribute * 2)(*(_Attribute(i, 0, (ctypes.c_int * 16)(*v)) for i, v in wanted.items()))
         with torch.cuda.device(self.device):
             _enter_context(self.device)
             config = _Config(
                 *(*grid, 1, threads, 1, 1, self.shared_bytes),
                 torch.cuda.current_stream().cuda_stream,
                 attributes,
-                int(torch.cuda.is_current_stream_capturing() and self._can_depend),
+                len(wanted),
             )
             call("cuLaunchKernelEx", ctypes.byref(config), self._function, pointers, None)
 

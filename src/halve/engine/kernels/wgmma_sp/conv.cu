@@ -14,11 +14,20 @@
 // (RESIDENT == 1). The second starts some steps later, so that the epilogue of one overlaps with the products of the other.
 // Blocks are persistent: each takes every gridDim.x-th tile.
 //
+// Layers with few tiles: a cluster of SPLIT blocks shares a tile, and each block sums over a part of the channels. Then each
+// gets the sums of the others for a part of the pixels, through distributed shared memory, and finishes these.
+//
+// LIGHT: two blocks fit on a multiprocessor, so that in a recording a block of the next layer can load its weights before this
+// layer is done. That is what layers with few tiles wait for.
+//
+// SHORTCUT: a 1x1 convolution of a second input is added, as in the blocks of ResNets that change the resolution. Its
+// channels follow those of the first input in the sum.
+//
 // Weights come in blocks of 64 output channels by 64 channels of one tap (see packing.py), and a step multiplies one. The
 // metadata of 2:4 blocks is read from registers while products are in flight, which the assembler does not know: `keep` holds
 // them until the products are done.
 //
-// Compile-time parameters: SPARSE, BF16, RESIDUAL, OWN, RESIDENT (0, 1), BLOCKS, PIXELS (a multiple of 8), PARTS (into which
+// Compile-time parameters: SPARSE, BF16, RESIDUAL, SHORTCUT, OWN, RESIDENT, LIGHT (0, 1), SPLIT (1, 2, 4, 8), BLOCKS, PIXELS (a multiple of 8), PARTS (into which
 // the pixels of a tile are split for storing), STAGES (buffers for these parts per warpgroup), ACTIVATE. launch.py
 // generates `multiply` for PIXELS, in the place of MULTIPLY.
 
@@ -38,6 +47,9 @@ struct Shape {
     int pixel_slots, weight_slots;       // buffers for boxes and for blocks of weights
     int staging, weights, barriers;      // offsets in shared memory
     int lag;                             // steps by which the second warpgroup starts later
+    int shortcut_chunks, shortcut_stride, shortcut_bytes;  // of 64 channels of the second input; its stride; bytes of a box
+    int exchange;                        // offset in shared memory of what other blocks of the cluster have summed
+    int out_height, out_width, images, image_rows;         // of the result; rows from one image of a tile to the next
     u64 begins;                          // bit t: tap t is the first of its box
     u16 shifts[MAX_TAPS];                // of each tap, in pixels
 };
@@ -48,8 +60,11 @@ constexpr int SHARERS = OWN ? 1 : 2;  // warpgroups that share a box
 constexpr int TILE_CHANNELS = 64 * BLOCKS * SHARERS;
 constexpr int PART_PIXELS = PIXELS / PARTS;
 constexpr bool IN_PLACE = OWN && BLOCKS == 1 && PARTS == 1;  // store from the last box: no product reads it any more
+constexpr int GROUPS = PIXELS / 8, EACH = (GROUPS + SPLIT - 1) / SPLIT;  // of 8 pixels: in a tile, and finished by a block
+static_assert(SPLIT == 1 || (!OWN && BLOCKS == 1), "blocks of a cluster split small tiles");
+static_assert(!SHORTCUT || !RESIDUAL, "the shortcut is the residual");
 static_assert(!RESIDENT || OWN, "resident weights are shared by warpgroups with their own tiles");
-static_assert(IN_PLACE || !RESIDUAL || STAGES == BLOCKS * PARTS, "the residual of a tile is loaded at once");
+static_assert(IN_PLACE || !(RESIDUAL || SPLIT > 1) || STAGES == BLOCKS * PARTS, "a tile is in shared memory at once");
 
 __device__ __forceinline__ void init_barrier(u32 barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
@@ -90,6 +105,15 @@ __device__ __forceinline__ void wait_for_warpgroup(int group) {
     asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
 }
 
+__device__ __forceinline__ void wait_for_cluster() {  // and for what its threads have written to shared memory
+    asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+__device__ __forceinline__ u32 in_block(u32 address, int rank) {  // the same place in another block of the cluster
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+
 // Matrix descriptors. Weights: core matrices of 8 rows x 16 bytes without swizzle, 128 bytes apart along K and 256 along
 // rows. Pixels: rows of 128 bytes with the 128-byte swizzle, which depends on the address, so any row can be the first.
 __device__ __forceinline__ u64 weights_at(u32 address) {
@@ -112,6 +136,32 @@ __device__ __forceinline__ void keep(const u32 (&metadata)[BLOCKS]) {
 
 __device__ __forceinline__ u32 two(float a, float b) { return (u32)from_float(a) | (u32)from_float(b) << 16; }
 
+// Finishes two 8x8 matrices of sums, or one, and stores them at `to`, where the residual is if there is one.
+__device__ __forceinline__ void finish(const float* sums, bool pair, u32 to, u32 lane_offset, const float (&factor)[2],
+                                       const float (&shift)[2]) {
+    const u32 at = to + (pair ? lane_offset : lane_offset & 1023);
+    u32 added[4] = {}, result[4];
+    if (RESIDUAL) {
+        if (pair)
+            asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(added[0]), "=r"(added[1]), "=r"(added[2]), "=r"(added[3]) : "r"(at) : "memory");
+        else
+            asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
+                         : "=r"(added[0]), "=r"(added[1]) : "r"(at) : "memory");
+    }
+#pragma unroll
+    for (int i = 0; i < (pair ? 4 : 2); ++i) {
+        float low = fmaf(sums[i * 2], factor[i % 2], shift[i % 2]), high = fmaf(sums[i * 2 + 1], factor[i % 2], shift[i % 2]);
+        if (RESIDUAL) low += to_float((u16)added[i]), high += to_float((u16)(added[i] >> 16));
+        result[i] = two(ACTIVATE(low), ACTIVATE(high));
+    }
+    if (pair)
+        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
+                     ::"r"(at), "r"(result[0]), "r"(result[1]), "r"(result[2]), "r"(result[3]) : "memory");
+    else
+        asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(at), "r"(result[0]), "r"(result[1]) : "memory");
+}
+
 // A buffer of a ring, and the phase of its barriers.
 struct Ring {
     int slot = 0;
@@ -131,10 +181,10 @@ struct Place {
     }
 };
 
-extern "C" __global__ void __launch_bounds__(384, 1)
+extern "C" __global__ void __launch_bounds__(384, LIGHT ? 2 : 1)
 conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap output,
-     const __grid_constant__ TensorMap residual, const unsigned char* __restrict__ packed, const float* __restrict__ bias,
-     const float* __restrict__ scale, const __grid_constant__ Shape s) {
+     const __grid_constant__ TensorMap second, const unsigned char* __restrict__ packed, const float* __restrict__ bias,
+     const float* __restrict__ scale, u16* __restrict__ result, const __grid_constant__ Shape s) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 base = (u32)__cvta_generic_to_shared(shared);
     const int thread = threadIdx.x, group = thread / 128;
@@ -155,27 +205,34 @@ conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap 
         for (int at = s.box_pixels * 128 + thread * 16; at < s.slot_bytes; at += 384 * 16)
             *reinterpret_cast<uint4*>(shared + slot * s.slot_bytes + at) = make_uint4(0, 0, 0, 0);
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    __syncthreads();
+    if (SPLIT > 1) wait_for_cluster();
+    else __syncthreads();
     let_next_kernel_start();
 
     // Tiles of this block: first, first + stride, ... below total. Blocks with resident weights keep their row tile.
-    const int blocks = RESIDENT ? gridDim.x / s.row_tiles : gridDim.x;
-    const int block = RESIDENT ? blockIdx.x / s.row_tiles : blockIdx.x, own_row = RESIDENT ? blockIdx.x % s.row_tiles : 0;
+    const int blocks = RESIDENT ? gridDim.x / s.row_tiles : gridDim.x / SPLIT;
+    const int block = RESIDENT ? blockIdx.x / s.row_tiles : blockIdx.x / SPLIT, own_row = RESIDENT ? blockIdx.x % s.row_tiles : 0;
     const int rows_in_turn = RESIDENT ? 1 : s.row_tiles;
-    const int total = s.pixel_tiles * rows_in_turn, steps = s.chunks * s.taps;
+    const int total = s.pixel_tiles * rows_in_turn;
     const int every = OWN ? 2 * blocks : blocks;
+    // Chunks of this block, of the input and then of the shortcut; and steps, of which one chunk has `taps` or one.
+    const int rank = blockIdx.x % SPLIT, all_chunks = s.chunks + (SHORTCUT ? s.shortcut_chunks : 0);
+    const int first_chunk = rank * all_chunks / SPLIT, last_chunk = (rank + 1) * all_chunks / SPLIT;
+    const int first_step = min(first_chunk, s.chunks) * s.taps + max(first_chunk - s.chunks, 0);
+    const int main_steps = max(min(last_chunk, s.chunks) - first_chunk, 0) * s.taps;
+    const int steps = main_steps + min(last_chunk - first_chunk, max(last_chunk - s.chunks, 0));
 
     if (group == 0) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LIGHT ? 32 : 40));
         const int warp = thread / 32;
         if (thread % 32) return;
         // Output channels past the last block are not stored: any weights will do for them.
-        const int last_row = (s.rows + 63) / 64 - 1;
+        const int last_row = (s.rows + 63) / 64 - 1, row_steps = s.chunks * s.taps + (SHORTCUT ? s.shortcut_chunks : 0);
         auto load_weights = [&](int slot, int row, int step) {
             expect(weights_full + 8 * slot, SLOT_OF_WEIGHTS);
             for (int m = 0; m < BLOCKS; ++m)
                 load_bytes(base + s.weights + slot * SLOT_OF_WEIGHTS + m * BLOCK_BYTES,
-                           packed + ((size_t)min(row + m, last_row) * steps + step) * BLOCK_BYTES, BLOCK_BYTES,
+                           packed + ((size_t)min(row + m, last_row) * row_steps + first_step + step) * BLOCK_BYTES, BLOCK_BYTES,
                            weights_full + 8 * slot);
         };
         if (warp < pixel_rings) {  // copies pixels
@@ -185,14 +242,20 @@ conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap 
             for (int tile = block + warp * blocks; tile < total; tile += every) {
                 const Place place(tile / rows_in_turn, s);
                 const int x = place.x * s.stride - s.pad_w, y = place.y * s.stride - s.pad_h;
-                for (int chunk = 0; chunk < s.chunks; ++chunk)
-                    for (int plane = 0; plane < s.planes; ++plane) {
+                for (int chunk = first_chunk; chunk < last_chunk; ++chunk)
+                    for (int plane = 0; plane < (SHORTCUT && chunk >= s.chunks ? 1 : s.planes); ++plane) {
                         const int slot = first_slot + ring.slot, across = s.planes == 4 ? plane & 1 : 0;
                         const u32 full = pixels_full + 8 * slot;
                         wait(pixels_free + 8 * slot, ring.phase ^ 1);
-                        expect(full, s.box_pixels * 128);
-                        load_box(base + slot * s.slot_bytes, input, full, chunk * 64, x + across,
-                                 y + (s.planes == 4 ? plane >> 1 : 0), place.n);
+                        if (SHORTCUT && chunk >= s.chunks) {
+                            expect(full, s.shortcut_bytes);
+                            load_box(base + slot * s.slot_bytes, second, full, (chunk - s.chunks) * 64,
+                                     place.x * s.shortcut_stride, place.y * s.shortcut_stride, place.n);
+                        } else {
+                            expect(full, s.box_pixels * 128);
+                            load_box(base + slot * s.slot_bytes, input, full, chunk * 64, x + across,
+                                     y + (s.planes == 4 ? plane >> 1 : 0), place.n);
+                        }
                         ring.advance(s.pixel_slots);
                     }
             }
@@ -213,7 +276,7 @@ conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap 
         return;
     }
 
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(LIGHT ? 104 : 232));
     const int consumer = group - 1, t = thread % 128, warp = t / 32, lane = t % 32;
     const int first_pixel_slot = OWN ? consumer * s.pixel_slots : 0;
     const int first_weight_slot = RESIDENT ? 0 : consumer * s.weight_slots;
@@ -226,9 +289,9 @@ conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap 
     float sums[BLOCKS][PIXELS / 2];
     Ring pixels, weights;
     int stage = 0, held_slot = -1;
-    int lag = consumer == 0 ? s.lag : 0;  // of the second warpgroup, in the first tile
+    int lag = SPLIT == 1 && consumer == 0 ? s.lag : 0;  // of the second warpgroup, in the first tile
     u32 residual_phase = 0;
-    if (consumer == 1) asm volatile("bar.sync 3, 256;" ::: "memory");
+    if (SPLIT == 1 && consumer == 1) asm volatile("bar.sync 3, 256;" ::: "memory");
     if (RESIDUAL && t == 0) wait_for_previous_kernel();
 
     for (int tile = first_tile; tile < total; tile += every) {
@@ -251,13 +314,13 @@ conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap 
             for (int m = 0; m < BLOCKS; ++m)
 #pragma unroll
                 for (int part = 0; part < PARTS; ++part)
-                    load_box(staging + (m * PARTS + part) * s.stage_bytes, residual, own_residual, first_row + m * 64,
+                    load_box(staging + (m * PARTS + part) * s.stage_bytes, second, own_residual, first_row + m * 64,
                              place.x + part * PART_PIXELS, place.y, place.n);
         }
 
         int tap = 0, slot = 0, slot_before = 0, weights_before = 0, step = 0;
         auto take = [&](u32 (&metadata)[BLOCKS], const u32 (&metadata_before)[BLOCKS]) {
-            const bool begins = s.begins >> tap & 1;
+            const bool added = SHORTCUT && step >= main_steps, begins = added || s.begins >> tap & 1;
             if (begins) {
                 slot_before = slot, slot = first_pixel_slot + pixels.slot;
                 wait(pixels_full + 8 * slot, pixels.phase);
@@ -273,7 +336,7 @@ conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap 
                 asm volatile("ld.shared.u32 %0, [%1];" : "=r"(metadata[m]) : "r"(values + m * BLOCK_BYTES + 4096 + t * 4));
 #endif
             asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-            const u64 b = pixels_at(base + slot * s.slot_bytes + s.shifts[tap] * 128);
+            const u64 b = pixels_at(base + slot * s.slot_bytes + (added ? 0 : s.shifts[tap]) * 128);
 #pragma unroll
             for (int m = 0; m < BLOCKS; ++m) {
                 const u64 a = weights_at(values + m * BLOCK_BYTES);
@@ -312,12 +375,67 @@ conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap 
         }
         lag = 0;
 
+#if SPLIT > 1
+        float own[EACH * 4];
+#pragma unroll
+        for (int to = 0; to < SPLIT; ++to) {
+            constexpr int VALUES = EACH * 4;
+            if (to == rank) {
+#pragma unroll
+                for (int i = 0; i < VALUES; ++i) own[i] = to * VALUES + i < GROUPS * 4 ? sums[0][to * VALUES + i] : 0.f;
+                continue;
+            }
+            const int from = rank < to ? rank : rank - 1;  // among the blocks that send to `to`
+            const u32 there = in_block(base + s.exchange + ((from * 2 + consumer) * EACH * 128 + t) * 16, to);
+#pragma unroll
+            for (int g = 0; g < EACH; ++g)
+                if (to * EACH + g < GROUPS) {
+                    const int i = (to * EACH + g) * 4;
+                    asm volatile("st.shared::cluster.v4.f32 [%0], {%1, %2, %3, %4};" ::"r"(there + g * 2048), "f"(sums[0][i]),
+                                 "f"(sums[0][i + 1]), "f"(sums[0][i + 2]), "f"(sums[0][i + 3]) : "memory");
+                }
+        }
+        wait_for_cluster();
+#pragma unroll
+        for (int from = 0; from < SPLIT - 1; ++from)
+#pragma unroll
+            for (int g = 0; g < EACH; ++g) {
+                const float4 more = *reinterpret_cast<const float4*>(
+                    shared + s.exchange + (((from * 2 + consumer) * EACH + g) * 128 + t) * 16);
+                own[g * 4] += more.x, own[g * 4 + 1] += more.y, own[g * 4 + 2] += more.z, own[g * 4 + 3] += more.w;
+            }
+        if (RESIDUAL) wait(own_residual, residual_phase), residual_phase ^= 1;
+#pragma unroll
+        for (int j = 0; j < EACH; j += 2)
+            finish(own + j * 4, j + 1 < EACH, staging + (rank * EACH + j) * 1024, lane_offset, factor[0], shift[0]);
+        wait_for_warpgroup(consumer);
+        // Rows of 64 channels of a pixel, 16 bytes per thread.
+        for (int p = rank * EACH * 8 + t / 8; p < (rank + 1) * EACH * 8; p += 16) {
+            const int channel = first_row + t % 8 * 8;
+            const uint4 values = *reinterpret_cast<const uint4*>(
+                shared + (staging - base) + p * 128 + ((t % 8 ^ (p & 7)) << 4));
+            if (p >= PIXELS || channel >= s.rows) continue;
+            size_t pixel;
+            if (s.flat) {
+                pixel = place.x + p;
+                if (pixel >= (size_t)s.images * s.out_height * s.out_width) continue;
+            } else {
+                const int line = p / s.pitch, x = p - line * s.pitch, image = line / s.image_rows;
+                const int row = line - image * s.image_rows, n = place.n + image, y = place.y + row;
+                if (x >= s.out_width || row >= s.tile_rows || y >= s.out_height || image >= s.tile_images || n >= s.images)
+                    continue;
+                pixel = ((size_t)n * s.out_height + y) * s.out_width + x;
+            }
+            *reinterpret_cast<uint4*>(result + pixel * s.rows + channel) = values;
+        }
+        continue;
+#endif
         held_slot = slot;
         if (RESIDUAL && IN_PLACE) {
             wait_for_warpgroup(consumer);
             if (t == 0) {
                 expect(own_residual, s.stored_bytes);
-                load_box(base + slot * s.slot_bytes, residual, own_residual, first_row, place.x, place.y, place.n);
+                load_box(base + slot * s.slot_bytes, second, own_residual, first_row, place.x, place.y, place.n);
             }
         }
         if (RESIDUAL) wait(own_residual, residual_phase), residual_phase ^= 1;
@@ -337,31 +455,7 @@ conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap 
                 constexpr int MATRICES = PART_PIXELS / 8;  // 8 pixels by 16 output channels per warp
 #pragma unroll
                 for (int j = 0; j < MATRICES; j += 2) {
-                    const bool pair = j + 1 < MATRICES;
-                    const u32 at = to + (pair ? lane_offset : lane_offset & 1023) + j * 1024;
-                    u32 added[4] = {}, result[4];
-                    if (RESIDUAL) {
-                        if (pair)
-                            asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
-                                         : "=r"(added[0]), "=r"(added[1]), "=r"(added[2]), "=r"(added[3]) : "r"(at) : "memory");
-                        else
-                            asm volatile("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];"
-                                         : "=r"(added[0]), "=r"(added[1]) : "r"(at) : "memory");
-                    }
-#pragma unroll
-                    for (int i = 0; i < (pair ? 4 : 2); ++i) {
-                        const int k = (part * MATRICES + j + i / 2) * 4 + i % 2 * 2;
-                        float low = fmaf(sums[m][k], factor[m][i % 2], shift[m][i % 2]);
-                        float high = fmaf(sums[m][k + 1], factor[m][i % 2], shift[m][i % 2]);
-                        if (RESIDUAL) low += to_float((u16)added[i]), high += to_float((u16)(added[i] >> 16));
-                        result[i] = two(ACTIVATE(low), ACTIVATE(high));
-                    }
-                    if (pair)
-                        asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
-                                     ::"r"(at), "r"(result[0]), "r"(result[1]), "r"(result[2]), "r"(result[3]) : "memory");
-                    else
-                        asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};"
-                                     ::"r"(at), "r"(result[0]), "r"(result[1]) : "memory");
+                    finish(sums[m] + (part * MATRICES + j) * 4, j + 1 < MATRICES, to + j * 1024, lane_offset, factor[m], shift[m]);
                 }
                 asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
                 wait_for_warpgroup(consumer);

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import math
 from typing import NamedTuple
 
 import torch
@@ -11,11 +12,12 @@ from halve.engine.kernels.cuda import driver, jit
 from halve.engine.kernels.cuda.tensor_map import TensorMap, tensor_map
 from halve.engine.kernels.cuda.wgmma import multiply_source
 from halve.engine.kernels.wgmma_sp.packing import SIDE
-from halve.engine.kernels.wgmma_sp.tiling import MAX_TAPS, TILES, Tiling, tiling
+from halve.engine.kernels.wgmma_sp.tiling import MAX_TAPS, TILES, Shortcut, Tiling, tiling
 from halve.engine.operations import Convolution
 
 _NHWC = torch.channels_last
 _THREADS = 384
+_ONE_IMAGE = 1 << 20  # rows from one image of a tile to the next, if there is no next
 
 
 class Variant(NamedTuple):
@@ -31,6 +33,9 @@ class Variant(NamedTuple):
     parts: int
     stages: int
     activation: str
+    shortcut: bool = False
+    split: int = 1
+    light: bool = False
 
     def options(self) -> tuple[str, ...]:
         """Preprocessor definitions for the compiler."""
@@ -48,6 +53,8 @@ class _Shape(ctypes.Structure):
                 *("chunks", "taps", "planes", "row_tiles", "pixel_tiles", "rows", "flat", "tile_rows", "tile_images"),
                 *("tiles_per_image", "stride", "pad_h", "pad_w", "pitch", "box_pixels", "slot_bytes", "stage_bytes"),
                 *("stored_bytes", "pixel_slots", "weight_slots", "staging", "weights", "barriers", "lag"),
+                *("shortcut_chunks", "shortcut_stride", "shortcut_bytes", "exchange"),
+                *("out_height", "out_width", "images", "image_rows"),
             )
         ),
         ("begins", ctypes.c_uint64),
@@ -60,9 +67,10 @@ class Operands(NamedTuple):
 
     x: Tensor
     packed: Tensor
-    bias: Tensor | None
-    scale: Tensor | None
-    residual: Tensor | None
+    bias: Tensor | None = None
+    scale: Tensor | None = None
+    residual: Tensor | None = None
+    shortcut: Tensor | None = None
 
 
 def machine_code(variant: Variant, architecture: str) -> bytes:
@@ -82,26 +90,57 @@ def version() -> str:
     return jit.digest(jit.source(__package__, "conv.cu"), multiply_source(8, True, False), repr(TILES))
 
 
-def fitting(x: Tensor, convolution: Convolution, tile: str, *, sparse: bool, residual: bool) -> Tiling | None:
+def fitting(
+    x: Tensor,
+    convolution: Convolution,
+    tile: str,
+    *,
+    sparse: bool,
+    residual: bool = False,
+    shortcut: Shortcut | None = None,
+) -> Tiling | None:
     """The tiling of an input; None if the kernel cannot run it in this tile."""
     size = (x.shape[0], x.shape[2], x.shape[3])
-    return _fitting(convolution, size, tile, sparse, residual, driver.processors(x.device.index))
+    return _fitting(convolution, size, tile, sparse, residual, driver.processors(x.device.index), shortcut)
 
 
 @functools.lru_cache(4096)
 def _fitting(
-    convolution: Convolution, size: tuple[int, int, int], tile: str, sparse: bool, residual: bool, processors: int
+    convolution: Convolution,
+    size: tuple[int, int, int],
+    tile: str,
+    sparse: bool,
+    residual: bool,
+    processors: int,
+    shortcut: Shortcut | None,
 ) -> Tiling | None:
-    return tiling(convolution, size, TILES[tile], sparse=sparse, residual=residual, processors=processors)
+    return tiling(
+        *(convolution, size, TILES[tile]),
+        sparse=sparse,
+        residual=residual,
+        processors=processors,
+        shortcut=shortcut,
+    )
 
 
-def variant_of(plan: Tiling, convolution: Convolution, dtype: torch.dtype, *, sparse: bool, residual: bool) -> Variant:
+def variant_of(
+    plan: Tiling,
+    convolution: Convolution,
+    dtype: torch.dtype,
+    *,
+    sparse: bool,
+    residual: bool = False,
+    shortcut: bool = False,
+) -> Variant:
     return Variant(
         sparse=sparse,
         bf16=dtype == torch.bfloat16,
         residual=residual,
+        shortcut=shortcut,
         own=plan.tile.own,
         resident=plan.resident,
+        split=plan.tile.split,
+        light=plan.tile.light,
         blocks=plan.tile.blocks,
         pixels=plan.pixels,
         parts=plan.parts,
@@ -110,27 +149,36 @@ def variant_of(plan: Tiling, convolution: Convolution, dtype: torch.dtype, *, sp
     )
 
 
-def run(operands: Operands, convolution: Convolution, plan: Tiling, sparse: bool) -> Tensor:
-    """Launch the kernel on the current stream."""
-    x, packed, bias, scale, residual = operands
+def run(
+    operands: Operands, convolution: Convolution, plan: Tiling, sparse: bool, shortcut: Shortcut | None = None
+) -> Tensor:
+    """Launch the kernel on the current stream. `shortcut` describes the shortcut, if there is one."""
+    x, second = operands.x, operands.residual
     images, _, height, width = x.shape
     out_size = convolution.out_size(height, width)
     out = torch.empty((images, convolution.rows, *out_size), dtype=x.dtype, device=x.device, memory_format=_NHWC)
-    variant = variant_of(plan, convolution, x.dtype, sparse=sparse, residual=residual is not None)
+    residual, joined = second is not None, shortcut is not None
+    variant = variant_of(plan, convolution, x.dtype, sparse=sparse, residual=residual, shortcut=joined)
     kernel = _kernel(variant, x.device.index, plan.shared_bytes)
-    stored = _map(out, plan.stored, plan.flat)
+    stored = more = _map(out, plan.stored, plan.flat)
+    if shortcut is not None and operands.shortcut is not None:
+        more = _map(operands.shortcut, plan.shortcut_box, plan.flat, shortcut.stride)
+    elif second is not None:
+        more = _map(second, plan.stored, plan.flat)
     kernel.launch(
         (_grid(plan, driver.processors(x.device.index)), 1),
         _THREADS,
         (
             _map(x, plan.box, plan.flat, convolution.stride[0]),
             stored,
-            stored if residual is None else _map(residual, plan.stored, plan.flat),
-            packed,
-            bias,
-            scale,
-            _shape(plan, convolution),
+            more,
+            operands.packed,
+            operands.bias,
+            operands.scale,
+            out,
+            _shape(plan, convolution, out, shortcut),
         ),
+        plan.tile.split,
     )
     return out
 
@@ -141,7 +189,7 @@ def _map(x: Tensor, box: tuple[int, int, int], flat: bool, stride: int = 1) -> T
     return tensor_map(x, (channels, *size), (SIDE, *box), (1, stride, stride, 1))
 
 
-def _shape(plan: Tiling, convolution: Convolution) -> _Shape:
+def _shape(plan: Tiling, convolution: Convolution, out: Tensor, shortcut: Shortcut | None) -> _Shape:
     return _Shape(
         chunks=-(-convolution.channels // SIDE),
         taps=len(plan.shifts),
@@ -167,15 +215,25 @@ def _shape(plan: Tiling, convolution: Convolution) -> _Shape:
         weights=plan.weights,
         barriers=plan.barriers,
         lag=plan.lag,
+        shortcut_chunks=0 if shortcut is None else -(-shortcut.channels // SIDE),
+        shortcut_stride=1 if shortcut is None else shortcut.stride,
+        shortcut_bytes=2 * SIDE * math.prod(plan.shortcut_box),
+        exchange=plan.exchange,
+        out_height=out.shape[2],
+        out_width=out.shape[3],
+        images=out.shape[0],
+        image_rows=plan.stored[1] if plan.tile_images > 1 else _ONE_IMAGE,
         begins=plan.begins,
         shifts=(ctypes.c_uint16 * MAX_TAPS)(*plan.shifts),
     )
 
 
 def _grid(plan: Tiling, processors: int) -> int:
+    processors *= 2 if plan.tile.light else 1
     if plan.resident:  # each block keeps the weights of one row tile
         return plan.row_tiles * min(processors // plan.row_tiles, plan.pixel_tiles)
-    return min(processors, plan.row_tiles * plan.pixel_tiles)
+    tiles = plan.row_tiles * plan.pixel_tiles
+    return tiles * plan.tile.split if plan.tile.split > 1 else min(processors, tiles)
 
 
 @functools.cache

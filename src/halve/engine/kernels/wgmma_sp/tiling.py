@@ -3,11 +3,13 @@
 import itertools
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from halve.engine.kernels.wgmma_sp.packing import SIDE, taps
 from halve.engine.operations import Convolution
 
 SHARED_BYTES = 227 * 1024  # of a thread block on compute capability 9.0
+_HALF_SHARED_BYTES = 113 * 1024  # of each of two
 MAX_TAPS = 49  # as in conv.cu
 _PIXEL_BYTES = 2 * SIDE  # of the channels of one chunk
 _MAX_BOX = 256  # elements of a box along one dimension
@@ -20,13 +22,16 @@ class Tile:
     blocks: int  # of 64 output channels, per warpgroup
     pixels: int  # at most; images have rows of any length
     own: bool = False  # each warpgroup has its own pixels, instead of its own output channels
+    split: int = 1  # thread blocks that share the tile, and split the input channels
+    light: bool = False  # two thread blocks fit on a multiprocessor
 
     @property
     def channels(self) -> int:
         return SIDE * self.blocks * (1 if self.own else 2)
 
     def __str__(self) -> str:
-        return f"{self.channels}x{self.pixels}" + (" own" if self.own else "")
+        split = f"k{self.split}" if self.split > 1 else ""
+        return f"{self.channels}x{self.pixels}{split}" + " own" * self.own + " light" * self.light
 
 
 TILES = {
@@ -40,8 +45,20 @@ TILES = {
         Tile(1, 256, own=True),
         Tile(1, 128, own=True),
         Tile(2, 64, own=True),
+        *(Tile(1, 128, split=split) for split in (2, 4, 8)),
+        *(Tile(1, 64, split=split, light=True) for split in (1, 2, 4, 8)),
+        Tile(1, 96, light=True),
+        Tile(1, 64, own=True, light=True),
+        Tile(1, 96, own=True, light=True),
     )
 }
+
+
+class Shortcut(NamedTuple):
+    """A 1x1 convolution of a second input, which is added."""
+
+    channels: int
+    stride: int
 
 
 @dataclass(frozen=True)
@@ -62,6 +79,7 @@ class Tiling:
     pitch: int
     box: tuple[int, int, int]  # columns, rows and images that are loaded
     stored: tuple[int, int, int]  # columns, rows and images that are stored
+    shortcut_box: tuple[int, int, int]  # those that are loaded of the second input
     planes: int
     begins: int
     shifts: tuple[int, ...]
@@ -73,6 +91,7 @@ class Tiling:
     weight_slots: int
     staging: int
     weights: int
+    exchange: int
     barriers: int
     shared_bytes: int
     lag: int
@@ -91,17 +110,27 @@ def supported(convolution: Convolution) -> bool:
 
 
 def tiling(
-    convolution: Convolution, size: tuple[int, int, int], tile: Tile, *, sparse: bool, residual: bool, processors: int
+    convolution: Convolution,
+    size: tuple[int, int, int],
+    tile: Tile,
+    *,
+    sparse: bool,
+    residual: bool,
+    processors: int,
+    shortcut: Shortcut | None = None,
 ) -> Tiling | None:
     """Split a supported convolution on images of a size (images, height, width) into tiles; None if it does not fit.
+
+    Tiles that thread blocks share are for layers with few tiles: they do not fit if there are enough.
 
     >>> conv = Convolution(128, 128, (3, 3), padding=(1, 1))
     >>> found = tiling(conv, (256, 28, 28), Tile(1, 256), sparse=True, residual=False, processors=132)
     >>> found.tile_rows, found.pitch, found.pixels, found.pixel_tiles
     (7, 29, 208, 1024)
     """
-    split = _flat(size, tile) if convolution.pointwise else _rows(convolution, size, tile)
-    return None if split is None else _fit(convolution, split, tile, sparse, residual, processors)
+    flat = convolution.pointwise and (shortcut is None or shortcut.stride == 1)
+    split = _flat(size, tile) if flat else _rows(convolution, size, tile)
+    return None if split is None else _fit(convolution, split, tile, sparse, residual, processors, shortcut)
 
 
 @dataclass(frozen=True)
@@ -156,7 +185,13 @@ def _rows(convolution: Convolution, size: tuple[int, int, int], tile: Tile) -> _
 
 
 def _fit(
-    convolution: Convolution, split: _Split, tile: Tile, sparse: bool, residual: bool, processors: int
+    convolution: Convolution,
+    split: _Split,
+    tile: Tile,
+    sparse: bool,
+    residual: bool,
+    processors: int,
+    shortcut: Shortcut | None,
 ) -> Tiling | None:
     order, stride, dilation = taps(convolution), convolution.stride[0], convolution.dilation
     shifts = [row // stride * dilation[0] * split.pitch + column // stride * dilation[1] for row, column in order]
@@ -168,12 +203,23 @@ def _fit(
         return None  # storing would write to the margin behind the box
     slot = _rounded(max(box_pixels, split.pixels + max(shifts), stored_pixels)) * _PIXEL_BYTES
     parts = _parts(tile, split.flat)
-    stages = 0 if in_place else tile.blocks * parts if residual else min(2, tile.blocks * parts)
+    whole = residual or tile.split > 1  # a tile is in shared memory at once
+    stages = 0 if in_place else tile.blocks * parts if whole else min(2, tile.blocks * parts)
     stage_bytes = _rounded(max(split.pixels // parts, stored_pixels)) * _PIXEL_BYTES
-    steps = -(-convolution.channels // SIDE) * len(order)
+    chunks, added = -(-convolution.channels // SIDE), 0 if shortcut is None else -(-shortcut.channels // SIDE)
+    steps = chunks * len(order) + added
     row_tiles = -(-convolution.rows // tile.channels)
+    exchanged = 0
+    if tile.split > 1:
+        if chunks + added < tile.split or split.pixel_tiles * row_tiles * tile.split > processors * (1 + tile.light):
+            return None
+        finished = -(-split.pixels // 8 // tile.split)  # groups of 8 pixels that a block finishes
+        stage_bytes = max(stage_bytes, tile.split * finished * 8 * _PIXEL_BYTES // parts)
+        exchanged = (tile.split - 1) * 2 * finished * 8 * SIDE * 4
     weight_bytes = tile.blocks * (4608 if sparse else 8192)
-    left = SHARED_BYTES - 2 * stages * stage_bytes - 1024  # for barriers
+    left = (
+        (_HALF_SHARED_BYTES if tile.light else SHARED_BYTES) - 2 * stages * stage_bytes - exchanged - 1024
+    )  # for barriers
     rings = 2 if tile.own else 1
 
     def boxes(count: int) -> int:  # that the first steps of a tile read
@@ -190,7 +236,8 @@ def _fit(
         else:
             return None
     staging = rings * pixel_slots * slot
-    weights = staging + 2 * stages * stage_bytes
+    exchange = staging + 2 * stages * stage_bytes
+    weights = exchange + exchanged
     weight_rings = 1 if resident else 2
     barriers = weights + weight_rings * weight_slots * weight_bytes
     count = 2 * (weight_rings * weight_slots + rings * pixel_slots) + 2
@@ -209,6 +256,7 @@ def _fit(
         pitch=split.pitch,
         box=split.box,
         stored=split.stored,
+        shortcut_box=(split.pixels, 1, 1) if split.flat else split.stored,
         planes=begins.bit_count(),
         begins=begins,
         shifts=tuple(shifts),
@@ -220,6 +268,7 @@ def _fit(
         weight_slots=weight_slots,
         staging=staging,
         weights=weights,
+        exchange=exchange,
         barriers=barriers,
         shared_bytes=barriers + 8 * count,
         lag=min(steps, 4) if len(order) > 1 and boxes(4) <= pixel_slots else 1,

@@ -1,0 +1,144 @@
+"""A convolution and the 1x1 convolution of its shortcut in one `wgmma` kernel: their sums are one sum.
+
+The result of the shortcut is neither written nor read: where memory is the limit, that is what a block of a ResNet
+which changes the resolution waits for. Two families, as for single convolutions.
+"""
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halve.engine.kernels.cuda import driver, wgmma
+from halve.engine.kernels.cuda.convolution import readable
+from halve.engine.kernels.kernel import KernelFamily, Layout, Piece
+from halve.engine.kernels.wgmma_sp import launch
+from halve.engine.kernels.wgmma_sp.packing import pack, pack_dense, packed_shape, unpack, unpack_dense
+from halve.engine.kernels.wgmma_sp.tiling import TILES, Shortcut, Tiling, supported
+from halve.engine.operations import JoinedConvolution, Operation, Tensors
+from halve.errors import EngineError
+
+
+class _Joined(KernelFamily):
+    """The blocks of both weights follow each other: (row blocks, steps, elements of a block)."""
+
+    device_type = "cuda"
+    reads = writes = Layout.NHWC
+
+    @property
+    def version(self) -> str:
+        return launch.version()
+
+    def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
+        return wgmma.unavailable(device, dtype)
+
+    def variants(self, piece: Piece, device: torch.device) -> Sequence[str]:
+        operation = piece.operation
+        if not isinstance(operation, JoinedConvolution) or piece.dtype not in wgmma.DTYPES:
+            return ()
+        if not supported(operation.convolution) or not supported(operation.shortcut):
+            return ()
+        return () if self.sparse and not piece.is_2_4 else tuple(TILES)
+
+    def pack(self, operation: Operation, tensors: Tensors) -> dict[str, Tensor]:
+        joined = _joined(operation)
+        packing = pack if self.sparse else pack_dense
+        parts = [packing(tensors["weight"], joined.convolution), packing(tensors["shortcut_weight"], joined.shortcut)]
+        bias = {"bias": tensors["bias"]} if "bias" in tensors else {}
+        return {"blocks": torch.cat([part.flatten(1, 2) for part in parts], 1).contiguous(), **bias}
+
+    def unpack(self, operation: Operation, packed: Tensors) -> dict[str, Tensor]:
+        joined, tensors = _joined(operation), {}
+        unpacking = unpack if self.sparse else unpack_dense
+        shapes = [packed_shape(one, self.sparse) for one in (joined.convolution, joined.shortcut)]
+        first = shapes[0][1] * shapes[0][2]
+        for name, shape, convolution, blocks in zip(
+            ("weight", "shortcut_weight"),
+            shapes,
+            (joined.convolution, joined.shortcut),
+            (packed["blocks"][:, :first], packed["blocks"][:, first:]),
+            strict=True,
+        ):
+            tensors[name] = unpacking(blocks.reshape(shape), convolution)
+        return tensors | ({"bias": packed["bias"]} if "bias" in packed else {})
+
+    def fits(self, inputs: Sequence[Tensor], operation: Operation, variant: str) -> bool:
+        return self._tiling(inputs, _joined(operation), variant) is not None
+
+    def compilation(self, inputs: Sequence[Tensor], operation: Operation, variant: str) -> partial[Any] | None:
+        joined, x = _joined(operation), inputs[0]
+        plan = self._tiling(inputs, joined, variant)
+        if plan is None:
+            return None
+        described = launch.variant_of(plan, joined.convolution, x.dtype, sparse=self.sparse, shortcut=True)
+        return partial(launch.machine_code, described, driver.architecture(x.device.index))
+
+    def run(self, inputs: Sequence[Tensor], packed: Tensors, operation: Operation, variant: str) -> Tensor:
+        joined = _joined(operation)
+        self._check(inputs, packed, joined)
+        plan = self._tiling(inputs, joined, variant) if inputs[0].is_cuda else None
+        if plan is None:
+            result = joined.reference(inputs, _in_dtype(self.unpack(operation, packed)))
+            return result.contiguous(memory_format=torch.channels_last)
+        x, shortcut = map(readable, inputs)
+        operands = launch.Operands(x, packed["blocks"], packed.get("bias"), shortcut=shortcut)
+        return launch.run(operands, joined.convolution, plan, self.sparse, _shortcut(joined))
+
+    def _tiling(self, inputs: Sequence[Tensor], joined: JoinedConvolution, variant: str) -> Tiling | None:
+        if not inputs[0].numel():
+            return None
+        return launch.fitting(inputs[0], joined.convolution, variant, sparse=self.sparse, shortcut=_shortcut(joined))
+
+    def _check(self, inputs: Sequence[Tensor], packed: Tensors, joined: JoinedConvolution) -> None:
+        """Raise `EngineError` if the kernel would misread the arguments or read out of bounds."""
+        x, shortcut = inputs
+        blocks, bias = packed["blocks"], packed.get("bias")
+        shapes = [packed_shape(one, self.sparse) for one in (joined.convolution, joined.shortcut)]
+        expected = (shapes[0][0], sum(shape[1] * shape[2] for shape in shapes), shapes[0][3])
+        if (
+            x.dim() != 4
+            or shortcut.dim() != 4
+            or (x.shape[1], shortcut.shape[1]) != (*(joined.channels, joined.shortcut_channels),)
+        ):
+            raise EngineError(
+                f"the inputs must have {joined.channels} and {joined.shortcut_channels} channels, "
+                f"got shapes {tuple(x.shape)} and {tuple(shortcut.shape)}"
+            )
+        if joined.out_shape(x.shape) != joined.shortcut.out_shape(shortcut.shape):
+            raise EngineError(f"inputs of shapes {tuple(x.shape)} and {tuple(shortcut.shape)} do not fit together")
+        if tuple(blocks.shape) != expected or not blocks.is_contiguous():
+            raise EngineError(f"the blocks must be contiguous with shape {expected}, got {tuple(blocks.shape)}")
+        if len({x.dtype, shortcut.dtype, blocks.dtype}) > 1 or len({x.device, shortcut.device, blocks.device}) > 1:
+            raise EngineError("the inputs and the weight must have one dtype and one device: convert the inputs")
+        if bias is not None and (
+            bias.dtype != torch.float32
+            or bias.numel() != joined.rows
+            or not bias.is_contiguous()
+            or bias.device != x.device
+        ):
+            raise EngineError(f"the bias must be {joined.rows} contiguous values in float32 on {x.device}")
+
+
+def _joined(operation: Operation) -> JoinedConvolution:
+    assert isinstance(operation, JoinedConvolution)
+    return operation
+
+
+def _shortcut(joined: JoinedConvolution) -> Shortcut:
+    return Shortcut(joined.shortcut_channels, joined.shortcut_stride[0])
+
+
+def _in_dtype(tensors: Tensors) -> dict[str, Tensor]:
+    """With the bias in the weight's dtype, for plain PyTorch."""
+    return {name: tensor.to(tensors["weight"].dtype) for name, tensor in tensors.items()}
+
+
+class JoinedSparse(_Joined):
+    name = "wgmma_sp_joined"
+    sparse = True
+
+
+class JoinedDense(_Joined):
+    name = "wgmma_joined"
