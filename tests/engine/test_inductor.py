@@ -11,7 +11,7 @@ from torch import nn
 import halve
 from halve.engine import inductor
 from halve.engine.compiled import INDUCTOR
-from halve.engine.inductor import Bodies, choose, compile_body
+from halve.engine.inductor import Bodies, CompiledBody, choose, compile_body
 from halve.engine.kernels.kernel import Kernel
 from halve.engine.recorded import shapes_of
 from halve.engine.timing_cache import TimingCache
@@ -105,7 +105,7 @@ def test_wrong_results_are_refused(planned, monkeypatch):
 
 def test_a_compiled_body_runs_at_its_shape_only(made):
     fast, x = copy.deepcopy(made[0]), made[1]
-    fast._bodies[(tuple(x.shape),)] = lambda x: torch.zeros(2)
+    fast._bodies[(tuple(x.shape),)] = CompiledBody(lambda x: torch.zeros(2))
     assert fast(x).shape == (2,)
     assert fast(x[:1]).shape == (1, 8, 4, 4)
     assert copy.deepcopy(fast)(x).shape == (2, 8, 4, 4)  # copies are not compiled yet
@@ -127,7 +127,7 @@ def test_no_call_compiles_again(made):
         seen.append((given.stride(), given.is_inference(), torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
         return fast.body(given)
 
-    fast._bodies[shapes_of((x,))] = compiled
+    fast._bodies[shapes_of((x,))] = CompiledBody(compiled)
     expected = fast(x)
     assert torch.allclose(fast(x.to(memory_format=torch.channels_last)), expected, atol=1e-6)
     with torch.inference_mode():
@@ -135,6 +135,37 @@ def test_no_call_compiles_again(made):
         assert torch.allclose(fast(x.clone()), expected, atol=1e-6)
     assert len(seen) == 4
     assert set(seen) == {(x.stride(), False, False, False)}
+
+
+@needs_compiler
+def test_calls_skip_the_checks_of_dynamo_unless_it_would_compile_again(monkeypatch):
+    class Net(nn.Module):
+        def forward(self, x, y):
+            return {"sum": x + y, "both": [x * 2, y], "x": x}
+
+    x, y = torch.randn(2, 3), torch.randn(2, 3)
+    body = torch.fx.symbolic_trace(Net())
+    run, _ = compile_body(body, {}, (x, y))
+    checked = []
+    monkeypatch.setattr(run, "_checked", lambda *inputs: checked.append(inputs) or body(*inputs))
+    for given in ((x, y), (y, x), (x + 1, y)):
+        outputs, expected = run(*given), body(*given)
+        assert torch.equal(outputs["sum"], expected["sum"])
+        assert torch.equal(outputs["both"][0], expected["both"][0])
+        assert torch.equal(outputs["x"], given[0])
+    with torch.inference_mode():
+        assert torch.equal(run(x.clone(), y)["sum"], x + y)
+    assert not checked
+    negative = torch.complex(x, y).conj().imag  # stored without its sign
+    assert torch.equal(run(negative, y)["sum"], negative + y)
+    run(nn.Parameter(x), y)
+    with torch.autocast("cpu"):
+        run(x, y)
+    before = torch.get_num_threads()
+    torch.set_num_threads(before + 1)
+    run(x, y)
+    torch.set_num_threads(before)
+    assert len(checked) == 4
 
 
 def test_it_is_tried_on_cpus_with_a_compiler(made, monkeypatch):

@@ -15,7 +15,7 @@ from torch.fx import GraphModule
 from halve.batches import Images, Progress
 from halve.cuda_graphs import autotuned_cudnn
 from halve.engine.capture.guards import Guards
-from halve.engine.inductor import MAX_SECONDS, Bodies, Choice, Run, by_default, choose, compile_body, unavailable
+from halve.engine.inductor import MAX_SECONDS, Bodies, Choice, by_default, choose, compile_body, unavailable
 from halve.engine.kernels.kernel import Kernel
 from halve.engine.kernels.registry import FALLBACK, family_of, no_sparse_kernels
 from halve.engine.layer import Layer
@@ -104,17 +104,16 @@ class Compiled(nn.Module):
         compiled = None
         if self._bodies and not torch.compiler.is_compiling():
             compiled = self._bodies.get(shapes_of(inputs))
-        outputs = self.body(*given) if compiled is None else self._run_compiled(compiled, given)
+        outputs = self.body(*given) if compiled is None else compiled(*map(self._as_compiled, given))
         if self.device.type == "cpu" and self._has_layers:
-            outputs = pytree.tree_map_only(Tensor, _without_gaps, outputs)
+            outputs = (
+                _without_gaps(outputs)
+                if type(outputs) is Tensor
+                else pytree.tree_map_only(Tensor, _without_gaps, outputs)
+            )
         if self.output_dtype == self.dtype:
             return outputs
         return pytree.tree_map_only(Tensor, self._cast_output, outputs)
-
-    def _run_compiled(self, compiled: Run, inputs: Sequence[Tensor]) -> Any:
-        """Run what Inductor compiled. It would compile again for other strides, or for tensors of inference mode."""
-        with torch.inference_mode(False), torch.no_grad():
-            return compiled(*(self._as_compiled(x.clone() if x.is_inference() else x) for x in inputs))
 
     def _as_compiled(self, x: Tensor) -> Tensor:
         """An input with the strides that Inductor compiles for."""

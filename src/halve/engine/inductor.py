@@ -34,7 +34,68 @@ MAX_SECONDS = 300.0  # of compiling for one network; what begins before is finis
 Run = Callable[..., Any]
 
 
-class Bodies(dict[Any, Run]):
+class CompiledBody:
+    """A network that Inductor compiled for inputs of one shape and memory format.
+
+    Dynamo checks all modules and weights on each call, which takes longer than many layers. Here they are constants, so
+    calls on the CPU run the code of Inductor itself, with nothing in between. Whatever else Dynamo would compile for
+    again goes through its checks: another number of threads, autocast, subclasses of tensors.
+    """
+
+    def __init__(self, checked: Run, code: "_Code | None" = None) -> None:
+        self._checked, self._code = checked, code
+        self._threads = torch.get_num_threads()
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        if self._code is not None and self._as_compiled(inputs):
+            return self._code(inputs)
+        with torch.inference_mode(False), torch.no_grad():  # Dynamo compiles again for tensors of inference mode
+            return self._checked(*(x.clone() if x.is_inference() else x for x in inputs))
+
+    def _as_compiled(self, inputs: tuple[Tensor, ...]) -> bool:
+        plain = all(type(x) is Tensor and not x.is_neg() for x in inputs)
+        return plain and torch.get_num_threads() == self._threads and not torch.is_autocast_enabled("cpu")
+
+
+class _Code:
+    """What Inductor made of the one graph of a network: a function of its inputs and weights, without their names.
+
+    Which of its arguments are the inputs, and which of its results is which output, is known from the first call. An
+    output may also be one of the inputs.
+    """
+
+    def __init__(self, function: Run, arguments: Sequence[Any], results: Sequence[Any]) -> None:
+        self._function, self._arguments, self._results = function, list(arguments), list(results)
+
+    def bind(self, inputs: tuple[Tensor, ...], outputs: Any) -> bool:
+        """Learn from the first call; returns whether that is enough to call the function."""
+        leaves, self._structure = pytree.tree_flatten(outputs)
+        self._inputs = [_place(x, self._arguments) for x in inputs]
+        self._outputs = [_place(y, [*self._results, *inputs]) for y in leaves]
+        self._is_only_result = isinstance(outputs, Tensor) and len(self._results) == 1 and self._outputs == [0]
+        self._results.clear()
+        for place in filter(lambda place: place >= 0, self._inputs):
+            self._arguments[place] = None
+        tensors = all(x is None or isinstance(x, Tensor) for x in self._arguments)
+        return tensors and -1 not in (*self._inputs, *self._outputs)
+
+    def __call__(self, inputs: tuple[Tensor, ...]) -> Any:
+        arguments = self._arguments.copy()
+        for place, x in zip(self._inputs, inputs, strict=True):
+            arguments[place] = x
+        results = self._function(*arguments)
+        if self._is_only_result:
+            return results[0]
+        available = [*results, *inputs]
+        return pytree.tree_unflatten([available[place] for place in self._outputs], self._structure)
+
+
+def _place(tensor: Any, among: Sequence[Any]) -> int:
+    """Where a tensor is; -1 if it is not there."""
+    return next((place for place, other in enumerate(among) if other is tensor), -1)
+
+
+class Bodies(dict[Any, CompiledBody]):
     """Compiled networks by input shape. Copies of a network are not compiled yet."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Bodies":
@@ -62,7 +123,7 @@ class Choice:
     """The fastest form of a network for one input shape."""
 
     kernels: Mapping[Layer, Kernel]
-    run: Run | None = None  # None: eager, with these kernels
+    run: CompiledBody | None = None  # None: eager, with these kernels
     seconds: float = 0.0  # spent on compiling
     failed: str | None = None  # why Inductor could not compile the network
 
@@ -112,7 +173,9 @@ def choose(
     return Choice(candidates[best], runs[best], seconds)
 
 
-def compile_body(body: GraphModule, kernels: Mapping[Layer, Kernel], inputs: Sequence[Tensor]) -> tuple[Run, float]:
+def compile_body(
+    body: GraphModule, kernels: Mapping[Layer, Kernel], inputs: Sequence[Tensor]
+) -> tuple[CompiledBody, float]:
     """Compile a network with one kernel per layer, for inputs of these shapes; also returns the seconds it took.
 
     Raises `EngineError` if Inductor cannot compile it, or if its outputs differ from those of the eager network.
@@ -131,14 +194,30 @@ def compile_body(body: GraphModule, kernels: Mapping[Layer, Kernel], inputs: Seq
     fixed.requires_grad_(False).eval()
     # Recordings are ours. Tracing reads whether weights are constants from the global setting.
     options: dict[str, Any] = {"triton.cudagraphs": False, "freezing": True}
+    compiled: list[_Code] = []
+
+    def backend(graph: GraphModule, examples: Sequence[Any]) -> Run:
+        from torch._inductor.compile_fx import compile_fx
+
+        function: Run = compile_fx(graph, examples, config_patches=options)  # type: ignore[assignment]
+
+        def run(*arguments: Any) -> Any:
+            results = function(*arguments)
+            if not compiled:
+                compiled.append(_Code(function, arguments, results))
+            return results
+
+        return run
+
     try:
         with _settings(), torch.no_grad():
-            run = torch.compile(fixed, dynamic=False, fullgraph=True, options=options)
+            run = torch.compile(fixed, dynamic=False, fullgraph=True, backend=backend)
             outputs = run(*inputs)
     except Exception as error:  # compilers of several kinds: Dynamo, Triton, C++
         raise EngineError(f"Inductor cannot compile the network: {first_line(error)}") from error
     _check(outputs, expected)
-    return run, time.perf_counter() - started
+    direct = [code for code in compiled if code.bind(tuple(inputs), outputs) and all(x.is_cpu for x in inputs)]
+    return CompiledBody(run, direct[0] if direct else None), time.perf_counter() - started
 
 
 class _Fixed(nn.Module):

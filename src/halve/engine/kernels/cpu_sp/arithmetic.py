@@ -28,6 +28,7 @@ from halve.engine.kernels.cpu_sp.assembler import (
 from halve.engine.kernels.cpu_sp.worker import LANES, field
 
 TAP_MASK, PIXEL_MASK = 1, 2  # mask registers
+LINE = 64  # bytes of a line of the cache
 _ZERO = 0  # a vector that is free in the epilogue
 _CHANNEL = ((None, 1), (R10, 1), (R10, 2), (R11, 1))  # index and scale that address the channels of a group
 
@@ -92,6 +93,7 @@ class Float32(Arithmetic):
         a.mov(RDI, RCX)
         for accumulator in accumulators:
             a.add_vector(accumulator, Memory(RDI), PIXEL_MASK)
+            a.prefetch(Memory(RDI, LINE))  # of the next vector
             a.add(RDI, R13)
         a.land(no_residual)
         a.clear(_ZERO)
@@ -100,6 +102,7 @@ class Float32(Arithmetic):
             if relu:
                 a.maximum(accumulator, _ZERO, accumulator)
             a.store_vector(Memory(RDI), accumulator)
+            a.prefetch_to_write(Memory(RDI, LINE))
             a.add(RDI, R12)
 
     def operands(
@@ -143,6 +146,7 @@ class BFloat16(Arithmetic):
             a.load_widened(added, Memory(RDI), PIXEL_MASK)
             a.shift_lanes_left(added, added, 16)
             a.add_vectors(accumulator, accumulator, added)
+            a.prefetch(Memory(RDI, LINE))
             a.add(RDI, R13)
         a.land(no_residual)
         a.clear(_ZERO)
@@ -152,6 +156,7 @@ class BFloat16(Arithmetic):
                 a.maximum(accumulator, _ZERO, accumulator)
             a.round_to_bfloat16(accumulator, accumulator)
             a.store_half(Memory(RDI), accumulator)
+            a.prefetch_to_write(Memory(RDI, LINE))
             a.add(RDI, R12)
 
     def operands(

@@ -244,6 +244,12 @@ class Assembler:
         self.code += bytes([0x40 | index >> 3 << 1 | base >> 3, 0x0F, 0x18])
         self._operand(1, memory, 1)
 
+    def prefetch_to_write(self, memory: Memory) -> None:
+        """prefetchw [memory], which never faults: as a line that this processor alone holds"""
+        base, index = memory.base, memory.index or 0
+        self.code += bytes([0x40 | index >> 3 << 1 | base >> 3, 0x0F, 0x0D])
+        self._operand(1, memory, 1)
+
     def prefetch_far(self, memory: Memory) -> None:
         """prefetcht1 [memory], into the L2 cache"""
         base, index = memory.base, memory.index or 0

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from halve.engine.kernels.cpu_sp.arithmetic import PIXEL_MASK, TAP_MASK, Arithmetic
+from halve.engine.kernels.cpu_sp.arithmetic import LINE, PIXEL_MASK, TAP_MASK, Arithmetic
 from halve.engine.kernels.cpu_sp.assembler import (
     MULTIPLICAND_BYTE,
     MULTIPLY_ADD_BYTES,
@@ -40,7 +40,6 @@ from halve.engine.kernels.cpu_sp.worker import field
 _WEIGHT = 4  # bytes that an instruction reads: a weight, or two in bfloat16
 _ALIGNMENT = 64  # of functions
 _MIDDLE = 128 * _WEIGHT  # weights are addressed from the middle of 256 of them
-LINE = 64  # bytes of a line of the cache
 LINES_AHEAD = 3  # lines of code that each group fetches for the next block, see `worker.py`
 _FAR = 1 << 20  # a displacement that takes 32 bits
 

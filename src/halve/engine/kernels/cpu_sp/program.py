@@ -15,8 +15,8 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdRef
 
-from halve.engine.kernels.cpu_sp.arithmetic import Arithmetic, BFloat16, Float32
-from halve.engine.kernels.cpu_sp.emit import LINE, LINES_AHEAD, Shape, emit_block
+from halve.engine.kernels.cpu_sp.arithmetic import LINE, Arithmetic, BFloat16, Float32
+from halve.engine.kernels.cpu_sp.emit import LINES_AHEAD, Shape, emit_block
 from halve.engine.kernels.cpu_sp.geometry import Geometry, copied_planes, geometry
 from halve.engine.kernels.cpu_sp.memory import Block, Executable, empty
 from halve.engine.kernels.cpu_sp.packing import Packed, packed_shapes, places_of
