@@ -21,6 +21,7 @@ from halve.engine.kernels.kernel import Kernel
 from halve.engine.kernels.registry import FALLBACK, family_of, no_sparse_kernels
 from halve.engine.layer import Layer
 from halve.engine.lower import move_
+from halve.engine.operations import PooledConvolution
 from halve.engine.plan import Entry, Plan, all_dense, decide, visit
 from halve.engine.recorded import CAPTURE_LOCK, MAX_RECORDINGS, Recordings, Shapes, shapes_of
 from halve.engine.saved import file
@@ -65,6 +66,7 @@ class Compiled(nn.Module):
         self.inductor = by_default(self.device) if inductor is None else inductor
         self._bodies = Bodies()  # with layers joined, or compiled by Inductor
         self._eager = False
+        self._planar = _planar_inputs(body, len(example))
         self._has_layers = any(isinstance(module, Layer) for module in body.modules())
         self._valid: set[Shapes] = set()  # shapes that passed the checks
         self._recordings = Recordings()
@@ -101,11 +103,11 @@ class Compiled(nn.Module):
                 return self._run(*inputs)
 
     def _run(self, *inputs: Any) -> Any:
-        given = [self.cast_input(x) for x in inputs]
+        given = self._cast(inputs)
         compiled = None
         if self._bodies and not torch.compiler.is_compiling():
             compiled = self._bodies.get(shapes_of(inputs))
-        outputs = self.body(*given) if compiled is None else compiled(*map(self._as_compiled, given))
+        outputs = self.body(*given) if compiled is None else compiled(*self._as_compiled(given))
         if self.device.type == "cpu" and self._has_layers:
             outputs = (
                 _without_gaps(outputs)
@@ -116,17 +118,27 @@ class Compiled(nn.Module):
             return outputs
         return pytree.tree_map_only(Tensor, self._cast_output, outputs)
 
-    def _as_compiled(self, x: Tensor) -> Tensor:
-        """An input with the strides that Inductor compiles for."""
-        return x.contiguous(memory_format=_NHWC) if x.dim() == 4 and not x.is_cpu else x.contiguous()
+    def _cast(self, inputs: Iterable[Any]) -> list[Any]:
+        """Inputs in the dtype and memory format that the layers compute in."""
+        return [self.cast_input(x, planar) for x, planar in zip(inputs, self._planar, strict=True)]
 
-    def cast_input(self, x: Any) -> Any:
+    def _as_compiled(self, inputs: Iterable[Any]) -> list[Any]:
+        """Inputs with the strides that Inductor compiles for."""
+
+        def strided(x: Any, planar: bool) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            return x.contiguous(memory_format=_NHWC) if x.dim() == 4 and not (x.is_cpu or planar) else x.contiguous()
+
+        return [strided(x, planar) for x, planar in zip(inputs, self._planar, strict=True)]
+
+    def cast_input(self, x: Any, planar: bool = False) -> Any:
         """An input in the dtype and memory format that the layers compute in."""
         if isinstance(x, tuple | list):
             return [self.cast_input(image.clone()) for image in x]  # the network's own code may write to them
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
-        if x.dim() != 4 or not self._has_layers or x.is_cpu:  # kernels on CPUs read pixels of a channel in a row
+        if x.dim() != 4 or not self._has_layers or planar or x.is_cpu:  # CPU kernels read pixels of a channel in a row
             return x.to(self.dtype)
         return x.to(self.dtype, memory_format=_NHWC)
 
@@ -186,7 +198,7 @@ class Compiled(nn.Module):
         return self
 
     def _prepare(self, size: int, progress: Progress) -> None:
-        inputs = tuple(self._expanded(x, size) for x in self.example)
+        inputs = tuple(self._expanded(size))
         self._check(inputs)
         with CAPTURE_LOCK, self._recordings.planning, torch.no_grad(), self._current(), autotuned_cudnn():
             if size not in self.plan.batches and size not in self.plan.inductor:
@@ -260,7 +272,7 @@ class Compiled(nn.Module):
 
     def _given(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Inputs as a compiled network gets them."""
-        return tuple(self._as_compiled(self.cast_input(x)) for x in inputs)
+        return tuple(self._as_compiled(self._cast(inputs)))
 
     def faster_joins(self, inputs: tuple[Tensor, ...], entries: Sequence[Entry], sparse: bool = True) -> list[Join]:
         """The layers that are faster joined, on inputs of these shapes. `entries` has the times of their kernels."""
@@ -309,10 +321,12 @@ class Compiled(nn.Module):
     def _current(self) -> contextlib.AbstractContextManager[object]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
-    def _expanded(self, x: Images, size: int) -> Any:
-        if isinstance(x, list):
-            return [x[0].to(self.device)] * size
-        return self._as_compiled(x.to(self.device).expand(size, *x.shape[1:]))
+    def _expanded(self, size: int) -> list[Any]:
+        """The example with this many images."""
+        return self._as_compiled(
+            [x[0].to(self.device)] * size if isinstance(x, list) else x.to(self.device).expand(size, *x.shape[1:])
+            for x in self.example
+        )
 
     @contextlib.contextmanager
     def _unchanged_on_failure(self) -> Iterator[None]:
@@ -464,6 +478,21 @@ def _one_image(x: Images) -> Any:
     image = x[:1].detach().cpu()
     expanded = image.numel() > 1 and image.untyped_storage().nbytes() == image.element_size()
     return image if expanded else image.clone()
+
+
+def _planar_inputs(body: nn.Module, count: int) -> list[bool]:
+    """Which inputs are only read by first layers, whose kernels take contiguous images: these are not converted."""
+    if not isinstance(body, GraphModule):
+        return [False] * count
+    readers = [
+        [body.get_submodule(str(user.target)) if user.op == "call_module" else None for user in node.users]
+        for node in body.graph.nodes
+        if node.op == "placeholder"
+    ]
+    return [
+        bool(found) and all(isinstance(one, Layer) and isinstance(one.operation, PooledConvolution) for one in found)
+        for found in readers
+    ]
 
 
 def _without_gaps(y: Tensor) -> Tensor:
