@@ -123,6 +123,7 @@ def test_every_family_packs_losslessly(device, dtype):
     joined = JoinedConvolution(24, 16, (3, 3), (1, 1), (1, 1), "relu", shortcut_channels=8, shortcut_stride=(2, 2))
     operations = (
         *(Convolution(20, 12, (3, 2)), Linear(20, 12), Convolution(24, 16, (3, 3)), Linear(24, 16), stem, joined),
+        Convolution(24, 1, (3, 3), groups=24),
     )
     for family in registry.FAMILIES.values():
         if family.device_type not in (None, device):
