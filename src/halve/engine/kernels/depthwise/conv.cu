@@ -38,9 +38,9 @@ union Pixel {
     __device__ Pixel() {}
 };
 
-__device__ __forceinline__ Pixel load(const Raw* at) {
+__device__ __forceinline__ Pixel load(const Raw* at) {  // not __ldg: the previous kernel may still write when this one starts
     Pixel p;
-    p.raw = __ldg(at);
+    p.raw = *at;
     return p;
 }
 
@@ -51,8 +51,7 @@ __device__ __forceinline__ Pixel zero() {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, BLOCKS)
-depthwise(const Raw* __restrict__ x, const Raw* __restrict__ weight, const float* __restrict__ bias,
-          const float* __restrict__ scale, const Raw* __restrict__ residual, Raw* __restrict__ out, const Shape s) {
+depthwise(const Raw* x, const Raw* weight, const float* bias, const float* scale, const Raw* residual, Raw* out, const Shape s) {
     const int row_of_block = threadIdx.x / s.lanes, rows_of_block = THREADS / s.lanes;
     const int channel = blockIdx.x * s.lanes + threadIdx.x - row_of_block * s.lanes;  // in vectors
     const bool idle = row_of_block >= rows_of_block || channel >= VECTORS;
