@@ -31,12 +31,14 @@ from halve.agreement import compare
 from halve.export.network import prepared
 from halve.export.runtime import Session
 from halve.machine import device_name
+from halve.masks.file import checksum
 from halve.sources.data import Preprocessing, load_data
 from halve.sources.models import load_model
 
 RESULTS = Path(__file__).parent / "results" / "export.json"
 CALIBRATION_IMAGES = 256
 CPU = torch.device("cpu")
+PHOTOS = "500 ImageNet photos of 500 classes"
 HALF = "2:4, PyTorch float16 on a GPU"
 
 
@@ -70,7 +72,8 @@ NETWORKS = {  # image size
 def round_trip(name: str, assets: Path, work: Path) -> dict[str, Any]:
     """Export a network in float32 and float16, and compare."""
     model, masks, images = opened(name, assets, work)
-    record: dict[str, Any] = {"network": name, "masked": len(masks), "images": len(images), "size": NETWORKS[name]}
+    record: dict[str, Any] = {"network": name, "masked": len(masks), "mask": described(masks)}
+    record |= {"images": len(images), "size": NETWORKS[name]}
     for dtype in (torch.float32, torch.float16):
         key = str(dtype).removeprefix("torch.")
         done = halve.export(model, masks, images, work / f"{name}.{key}.onnx", dtype=dtype)
@@ -147,15 +150,22 @@ def on_photos(assets: Path, work: Path) -> list[dict[str, Any]]:
             **made,
             "network": name,
             "run": key,
+            "data": PHOTOS,
             "photos": len(test),
             "size": NETWORKS[name],
-            "mask": {fact: masks.recipe[fact] for fact in ("method", "steps_done", "seed") if fact in masks.recipe},
+            "mask": described(masks),
             "agreement": compare(found, dense).share,
             "flips": int((found.argmax(1) != masked.argmax(1)).sum()),
             **({"quantization": quantization} if key.endswith("int8") else {}),
         }
         for key, (found, made) in scores.items()
     ]
+
+
+def described(masks: halve.MaskSet) -> dict[str, Any]:
+    """How masks were made, and which they are: the files have the same digest."""
+    facts = {fact: masks.recipe[fact] for fact in ("method", "steps_done", "seed") if fact in masks.recipe}
+    return facts | {"sha256": checksum(masks)}
 
 
 def half_on_photos(assets: Path, work: Path) -> None:
