@@ -134,8 +134,6 @@ __device__ __forceinline__ void keep(const u32 (&metadata)[BLOCKS]) {
 #endif
 }
 
-__device__ __forceinline__ u32 two(float a, float b) { return (u32)from_float(a) | (u32)from_float(b) << 16; }
-
 // Finishes two 8x8 matrices of sums, or one, and stores them at `to`, where the residual is if there is one.
 __device__ __forceinline__ void finish(const float* sums, bool pair, u32 to, u32 lane_offset, const float (&factor)[2],
                                        const float (&shift)[2]) {
