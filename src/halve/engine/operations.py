@@ -349,10 +349,7 @@ class ChainedConvolution(Operation):
 
     def split(self, both: Tensor, shape: Sequence[Any]) -> tuple[Tensor, Tensor]:
         """The two results, for a first input of this shape."""
-        size = shape[0] * shape[2] * shape[3]
-        parts = both[: size * self.rows], both[size * self.rows :]
-        y, z = (part.view(shape[0], shape[2], shape[3], -1).permute(0, 3, 1, 2) for part in parts)
-        return y, z
+        return _split(both, shape, self.rows)
 
     def out_shape(self, shape: Sequence[Any]) -> tuple[Any, ...]:
         return (shape[0] * shape[2] * shape[3] * (self.rows + self.next_rows),)
@@ -372,6 +369,18 @@ OPERATIONS: dict[str, type[Operation]] = {
     kind.__name__: kind
     for kind in (Convolution, Linear, MaxPool, PooledConvolution, JoinedConvolution, ChainedConvolution)
 }
+
+
+def split_results(both: Tensor, x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """The two results of a `ChainedConvolution`, for a first input `x`."""
+    return _split(both, x.shape, rows)
+
+
+def _split(both: Tensor, shape: Sequence[Any], rows: int) -> tuple[Tensor, Tensor]:
+    size = shape[0] * shape[2] * shape[3]
+    parts = both[: size * rows], both[size * rows :]
+    y, z = (part.view(shape[0], shape[2], shape[3], -1).permute(0, 3, 1, 2) for part in parts)
+    return y, z
 
 
 def finish(y: Tensor, residual: Sequence[Tensor], activation: str) -> Tensor:
