@@ -84,7 +84,7 @@ def mask_file(network: str = "resnet50") -> tuple[float, float]:
 
 def name_of(network: str) -> str:
     """What a network is called in print."""
-    known = NAMES | {"convnext_tiny": "ConvNeXt-T"}
+    known = NAMES | {"convnext_tiny": "ConvNeXt-T", "mobilenet_v3_large": "MobileNetV3-L"}
     return known.get(network, network.replace("resnet", "ResNet-"))
 
 
