@@ -1,4 +1,5 @@
-"""Accuracy of 2:4 masks on real checkpoints: magnitude, permuted, the paper's recipe, and `halve.learn`.
+"""Accuracy of 2:4 masks on real checkpoints: magnitude, permuted, the paper's recipe (its text, and at its best), and
+`halve.learn` (all layers, with learned norms, and with --plan only where masks pay).
 
     python experiments/accuracy.py ASSETS --network cifar_resnet20 [--methods halve ...] [--seeds 0 1 2] [--device cuda]
 
@@ -33,7 +34,9 @@ from halve.sources.models import load_model
 RESULTS = Path(__file__).parent / "results" / "accuracy.json"
 LEARNING = tuple(field.name for field in dataclasses.fields(Settings))
 SETTINGS = ("steps_done", "step_graph", "preset", *LEARNING, "selection", "permute")  # recipe entries to record
-METHODS = ("dense", "magnitude", "magnitude_permuted", "paper", "halve", "halve_recalibrated")
+PRESETS = {"paper": "paper", "paper_tuned": "paper-tuned"}
+LEARNED = {"halve": {}, "halve_recalibrated": {}, "halve_norms": {"norms": "learn"}, "halve_plan": {}}
+METHODS = ("dense", "magnitude", "magnitude_permuted", *PRESETS, *LEARNED)
 
 
 class Network(NamedTuple):
@@ -126,13 +129,18 @@ def masks_by(model: nn.Module, method: str, train: Pictures, seed: int, options:
     if method.startswith("magnitude"):
         example = next(iter(train))[0] if method == "magnitude_permuted" else None
         return halve.prune(model, permute=example is not None, example=example)
-    preset = "paper" if method == "paper" else None
-    return halve.learn(model, train, preset=preset, seed=seed, **options)
+    return halve.learn(model, train, preset=PRESETS.get(method), seed=seed, **options)
 
 
-def measured(model: nn.Module, masks: halve.MaskSet, data: Pictures, metric: str) -> float:
+def measured(model: nn.Module, masks: halve.MaskSet, data: Pictures, metric: str) -> dict[str, float | None]:
     result = halve.evaluate(model, masks, data)
-    return float(getattr(result, metric))
+    return {"value": float(getattr(result, metric)), "kl": result.kl}
+
+
+def masked_share(model: nn.Module, masks: halve.MaskSet) -> float:
+    """Share of the weights that are masked by default and have a mask."""
+    weights = [choice.layout.weights for choice in halve.select(model).masked if choice.layout is not None]
+    return masks.weights / sum(weights)
 
 
 def main() -> None:
@@ -143,11 +151,14 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--minutes", type=float, help="time budget of halve.learn (default: its own)")
+    parser.add_argument("--plan", type=Path, help="what halve.measure found, for the method halve_plan")
     parser.add_argument("--options", type=json.loads, default={}, help="more options of halve.learn, as JSON")
     parser.add_argument("--held-out", action="store_true", help="measure on held-out training images; record nothing")
     parser.add_argument("--note", default="", help="what else ran on the device at the same time")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
+    if "halve_plan" in options.methods and options.plan is None:
+        options.methods.remove("halve_plan")
     network = NETWORKS[options.network]
     model = network.model(options.network, options.assets).to(options.device)
     before = copy.deepcopy(model.state_dict())
@@ -166,19 +177,21 @@ def main() -> None:
     learning = dict(options.options) | ({"minutes": options.minutes} if options.minutes else {})
     records: list[dict[str, Any]] = []
     for seed in options.seeds:
-        masks = halve.MaskSet({})
+        masks, last = halve.MaskSet({}), ""
         for method in options.methods:
             train = everything.part(kept, seed)
-            seeded = method in ("paper", "halve", "halve_recalibrated")
+            seeded = method in PRESETS or method in LEARNED
+            own = learning | LEARNED.get(method, {}) | ({"plan": options.plan} if method == "halve_plan" else {})
             if not seeded and seed != options.seeds[0]:
                 continue
             started = time.perf_counter()
             seconds = 0.0
-            if method == "halve_recalibrated" and len(masks):
+            if method == "halve_recalibrated" and last == "halve":
                 seconds = records[-1]["seconds"]  # includes learning
                 masks = halve.recalibrate(model, masks, [batch for batch, _ in zip(train, range(16), strict=False)])
             else:
-                masks = masks_by(model, method.removesuffix("_recalibrated"), train, seed, learning)
+                masks = masks_by(model, method, train, seed, own)
+            last = method
             seconds += time.perf_counter() - started
             assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
             assert not len(masks) or halve.verify(halve.apply(model, masks), masks).ok
@@ -190,7 +203,8 @@ def main() -> None:
                         "metric": metric,
                         "method": method,
                         "pattern": "2:4" if len(masks) else "dense",
-                        "value": measured(model, masks, data, metric),
+                        **measured(model, masks, data, metric),
+                        "masked_share": round(masked_share(model, masks), 4),
                         "seed": seed if seeded else None,
                         "seconds": round(seconds, 1),
                         "settings": {key: masks.recipe[key] for key in SETTINGS if key in masks.recipe}

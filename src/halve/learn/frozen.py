@@ -38,6 +38,10 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def _normalise(norm: Any, input: Tensor) -> Tensor:  # BatchNorm calls its argument `input` too
+    if norm.training:  # its statistics move
+        momentum = 0.1 if norm.momentum is None else norm.momentum
+        affine = norm.weight, norm.bias
+        return F.batch_norm(input, norm.running_mean, norm.running_var, *affine, True, momentum, norm.eps)
     result: Tensor = FrozenNorm.apply(input, norm.running_mean, norm.running_var, norm.weight, norm.bias, norm.eps)
     return result
 

@@ -34,6 +34,7 @@ from halve.learn.initialization import (
 from halve.learn.interrupt import deferred_interrupt
 from halve.learn.learner import Learner
 from halve.learn.loop import Loop
+from halve.learn.moving import MovingStatistics
 from halve.learn.norms import Norms
 from halve.learn.objective import find_blocks, named_blocks, resolve_objective
 from halve.learn.probe import Estimate
@@ -119,16 +120,17 @@ def learn(
         temperature: Temperature of the Gumbel-Softmax, one number or start and end. Default: 1.0.
         hard: Sample hard masks with straight-through gradients instead of soft ones. Default: True.
         final: Final masks: "argmax" (most likely codes) or "sample" (one last sample). Default: "argmax".
-        norms: Scale and shift of BatchNorm, LayerNorm and GroupNorm: "frozen", or "learn" them with the masks. The
-            checkpoint does not change: the mask file holds the corrections, and `apply` puts them on.
-            Default: "frozen".
+        norms: "frozen", "learn" scale and shift of BatchNorm, LayerNorm and GroupNorm with the masks, or "track" the
+            statistics of BatchNorm as training does. The checkpoint does not change: the mask file holds what was
+            learned, and `apply` puts it on. Default: "frozen".
         lr: Learning rate of AdamW. Default: 0.07.
         betas: Averaging coefficients of AdamW. Default: (0.9, 0.99).
         weight_decay: Weight decay of AdamW. Default: 0.0.
         schedule: Learning rate schedule: "cosine", "constant" or "paper" (divided by 10 every third epoch).
             Default: "cosine".
         seed: Seed of all random numbers. Default: 0.
-        preset: "paper" for the paper's recipe, which needs labels; other options override it.
+        preset: "paper" for the paper's recipe, or "paper-tuned" for the same at its best; they need labels, and other
+            options override them.
         permute: Search for channel orders in which blocks keep more before learning; see `halve.prune`. By default
             wherever the model can be captured, except with a preset, flat blocks or random logits; the recipe says why
             not. Existing masks bring their own orders.
@@ -214,8 +216,7 @@ def learn(
 
     # learn
     half = precision == "bfloat16" or (precision == "auto" and processes.device.type == "cuda")
-    norms = _norms(frozen, settings)
-    learner = _learner(frozen, sampler, norms, blocks, settings, forward, processes, half)
+    learner = _learner(frozen, sampler, blocks, settings, forward, processes, half)
     recipe = {"method": "learn", **settings.described(), "preset": preset, "blocks": blocks}
     recipe |= {"selection": plain_options(selection), "not_masked": dict(layers.not_masked)}
     recipe |= {**orders.recipe(), **origin_of(model)}
@@ -235,7 +236,7 @@ def learn(
     file = None
     if run_state is not None:
         identity, likely = _identity(settings, layers, orders, model, half, split, stream, processes)
-        file = RunFile(Path(run_state), save_every, identity, likely, orders.state())
+        file = RunFile(Path(run_state), save_every, identity, likely, orders.state(), learner.statistics)
     reporter = Reporter(processes, report, log, progress is True)
     outcome = Loop(learner, stream, settings, processes, reporter, budget, comparison, file).run(resume)
 
@@ -345,28 +346,23 @@ def _first_batch(inputs: Inputs, settings: Settings, stream: BatchStream) -> Any
     return next(iterate(inputs.data)) if reads_data(settings.start) else stream.peek()
 
 
-def _norms(frozen: nn.Module, settings: Settings) -> Norms:
-    """The norms that are learned; existing masks bring their corrections, which stay in place otherwise."""
-    start = settings.start.corrections if isinstance(settings.start, MaskSet) else {}
-    return Norms(frozen, start, learned=settings.norms == "learn")
-
-
 def _learner(
     frozen: nn.Module,
     sampler: Sampler,
-    norms: Norms,
     blocks: list[str],
     settings: Settings,
     forward: Forward | None,
     processes: Processes,
     half: bool,
 ) -> Learner:
+    start = settings.start if isinstance(settings.start, MaskSet) else MaskSet({})
     return Learner(
         frozen,
         sampler,
         resolve_objective(settings.objective, settings.match),
         blocks,
-        norms=norms,
+        norms=Norms(frozen, start.corrections, learned=settings.norms == "learn"),
+        statistics=MovingStatistics(frozen, start.statistics, moving=settings.norms == "track"),
         forward=forward,
         dense=settings.objective != "task",
         hard=settings.hard,
@@ -431,7 +427,7 @@ def _complete(found: MaskSet, layers: Layers, orders: ChannelOrders, recipe: Map
         choice.name: with_fingerprint(found[choice.name], layers.weights[choice.name], choice.shared_with)
         for choice in orders.choices(layers)
     }
-    return MaskSet(masks, recipe=recipe, moves=orders.moves, corrections=found.corrections)
+    return MaskSet(masks, found.statistics, recipe, orders.moves, corrections=found.corrections)
 
 
 def _traded(trade: Trade, inputs: Inputs, masks: MaskSet) -> MaskSet:

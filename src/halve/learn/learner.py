@@ -11,6 +11,7 @@ from halve.batches import Forward, images_of, main_output, result_of, to_device
 from halve.detectors import HeadOutputs, first_run, head_outputs, head_outputs_in
 from halve.errors import LearningError, ModelError, listed
 from halve.learn.augment import augmented
+from halve.learn.moving import MovingStatistics
 from halve.learn.norms import Norms
 from halve.learn.objective import DISTILLATIONS, Objective, Views, watching
 from halve.learn.sampling import Final, Sampler, generator_of
@@ -35,6 +36,7 @@ class Learner(nn.Module):
         blocks: list[str],
         *,
         norms: Norms | None = None,
+        statistics: MovingStatistics | None = None,
         forward: Forward | None = None,
         dense: bool = True,
         hard: bool = True,
@@ -46,6 +48,7 @@ class Learner(nn.Module):
         super().__init__()
         self.sampler, self.objective, self.blocks = sampler, objective, blocks
         self._norms = Norms(model, {}, learned=False) if norms is None else norms
+        self.statistics = MovingStatistics(model, {}, moving=False) if statistics is None else statistics
         if self._norms.size:
             sampler.extend_(self._norms.size)
         self._runner = Runner(model, forward)
@@ -89,8 +92,8 @@ class Learner(nn.Module):
                 with torch.no_grad(), watching(self.model, self.blocks) as dense_features:
                     dense_output = self._runner(batch)
             weights = self.sampler.masked(gumbel, values.temperature, values.noise, self._hard)
-            tensors = _by_tensor(weights) | self._norms.tensors(self.sampler.rest)
-            with watching(self.model, self.blocks) as features:
+            tensors = _by_tensor(weights) | self._norms.tensors(self.sampler.rest) | self.statistics.tensors
+            with self.statistics.moving(), watching(self.model, self.blocks) as features:
                 output = self._runner.with_tensors(tensors, batch)
         if self.blocks and not features:
             raise ModelError(
@@ -106,8 +109,9 @@ class Learner(nn.Module):
         return loss.reshape(())
 
     def masks(self, final: Final = "argmax", seed: int = 0) -> MaskSet:
-        """The masks learned so far, with the corrections of norms that belong to them."""
-        return MaskSet(self.sampler.masks(final, seed), corrections=self._norms.corrections(self.sampler.rest))
+        """The masks learned so far, with the corrections and statistics of norms that belong to them."""
+        corrections = self._norms.corrections(self.sampler.rest)
+        return MaskSet(self.sampler.masks(final, seed), self.statistics.tensors, corrections=corrections)
 
     @torch.no_grad()
     def output(self, batch: Any, tensors: Mapping[str, Tensor] | None = None) -> Tensor:
@@ -118,8 +122,9 @@ class Learner(nn.Module):
         """What masks put in place of the dense network's tensors, by state-dict name."""
         own = self._runner.own
         weights = {name: mask.apply_to(own(weight_name(name))) for name, mask in masks.items()}
+        statistics = {name: value.to(own(name)) for name, value in masks.statistics.items()}
         corrections = masks.corrections.items()
-        return _by_tensor(weights) | {name: corrected(own(name), pair) for name, pair in corrections}
+        return _by_tensor(weights) | statistics | {name: corrected(own(name), pair) for name, pair in corrections}
 
     def blame(self, batch: Any, step: int, values: StepValues[float]) -> str | None:
         """The first layer whose output is not finite on this batch, or None."""
@@ -134,7 +139,7 @@ class Learner(nn.Module):
 
         handles = [m.register_forward_hook(hook(name)) for name, m in self.model.named_modules() if name]
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self.statistics.restored():
                 self(batch, step, values)
         finally:
             for handle in handles:
