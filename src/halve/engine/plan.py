@@ -52,7 +52,7 @@ class PlannedJoin:
     """Two layers that run in one kernel (see `join.py`)."""
 
     layer: str
-    shortcut: str
+    other: str
     family: str
     variant: str
 

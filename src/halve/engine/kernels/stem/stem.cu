@@ -153,7 +153,7 @@ stem(const u16* __restrict__ x, const __grid_constant__ TensorMap output, const 
                     }
 #pragma unroll
                     for (int j = 0; j < COLUMNS; j += 2)
-                        row_best[j / 2][h] = (u32)from_float(result[j]) | (u32)from_float(result[j + 1]) << 16;
+                        row_best[j / 2][h] = two(result[j], result[j + 1]);
                 }
             }
             const bool ends = i > 0 && i % 2 == 0;  // the last of the three rows of a result
