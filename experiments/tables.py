@@ -44,8 +44,11 @@ METHODS = {
     "magnitude": "magnitude",
     "magnitude_permuted": "magnitude, permuted",
     "paper": "the paper's recipe",
+    "paper_tuned": "the same at its best",
     "halve": "halve",
     "halve_recalibrated": "halve, recalibrated",
+    "halve_norms": "halve, norms learned",
+    "halve_plan": "halve, where it pays",
 }
 SYSTEMS = {
     "eager": "eager",
