@@ -7,6 +7,7 @@ from torch import nn
 
 import halve
 from halve.errors import DataError, ModelError, OptionError
+from halve.export import int8
 from halve.export.int8 import CalibrationImages, Quality
 from halve.export.quantize import quantized_weight
 from tests.export.nets import TwoInputs, images, initializer, residual
@@ -113,8 +114,20 @@ def test_networks_with_several_inputs_are_calibrated_on_all_of_them(tmp_path):
 
 def test_scores_are_compared_as_classes_and_others_by_their_error():
     scores = torch.tensor([[3.0, 1.0], [0.0, 2.0]])
-    assert Quality.of(scores.flip(1), scores).agreement == 0
-    assert Quality.of(scores[:, :1], scores[:, :1]) == Quality(None, None, 0.0)
+    assert Quality.of([scores.flip(1)], [scores]).agreement == 0
+    assert Quality.of([scores[:, :1]], [scores[:, :1]]) == Quality(None, None, 0.0)
+
+
+def test_the_error_is_that_of_the_worst_output():
+    scores, boxes = torch.tensor([[3.0, 1.0]]), torch.ones(1, 4)
+    assert Quality.of([scores, 1.5 * boxes], [scores, boxes]) == Quality(1.0, 0.0, 0.5)
+
+
+def test_large_outputs_are_measured_on_fewer_images(monkeypatch, tmp_path):
+    monkeypatch.setattr(int8, "_MOST_VALUES", 1000)
+    model = residual()
+    done = halve.export(model, None, images(), tmp_path / "net.onnx", int8=True, calibrate=images(96))
+    assert (done.quantization.images, done.quantization.held_out) == (72, 8)  # of 24
 
 
 def test_bad_calibration_is_an_error(tmp_path):

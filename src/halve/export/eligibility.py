@@ -94,11 +94,11 @@ def _not_eligible(rows: NDArray[np.bool_], operator: str, groups: int, dtype: st
         return f"{channels} input channels, not divisible by 4"
     if dtype not in TYPES:
         return f"its weight is stored as {dtype}: only {listed(TYPES)} are judged"
-    if rows.all():
-        return "dense"
     crowded = _crowded(rows)
     if not crowded.any():
         return None
+    if crowded.all():
+        return "dense"  # but for single zeros, as rounding to int8 makes
     count, total = int(crowded.sum()), crowded.size
     row, block, position = (int(i) for i in np.argwhere(crowded)[0])
     where = f"{count:,} of {total:,} blocks of 4 input channels have more than 2 nonzero weights"

@@ -20,6 +20,7 @@ from halve.export.runtime import Session
 LEAST_IMAGES = 8
 _HELD_OUT = 0.25  # of the images, to choose on
 _MOST_HELD_OUT = 128
+_MOST_VALUES = 1 << 26  # of outputs to measure on: those of large ones, as of segmentation, take gigabytes
 _BATCH = 8
 
 
@@ -28,9 +29,9 @@ class Quality:
     """How far outputs agree with those of a reference.
 
     Args:
-        agreement: The share of images with the same top-1 class; None if the outputs are not class scores.
-        kl: The mean KL divergence of class probabilities; None if the outputs are not class scores.
-        error: The norm of the difference, relative to the norm of the reference.
+        agreement: The share of images with the same top-1 class; None if the first output is not class scores.
+        kl: The mean KL divergence of class probabilities; None if the first output is not class scores.
+        error: The norm of the difference, relative to the norm of the reference, of the output where it is largest.
     """
 
     agreement: float | None
@@ -38,18 +39,23 @@ class Quality:
     error: float
 
     @classmethod
-    def of(cls, outputs: Tensor, reference: Tensor) -> "Quality":
-        outputs, reference = outputs.double(), reference.double()
-        error = float((outputs - reference).norm() / reference.norm().clamp(min=1e-30))
-        if reference.dim() != 2 or reference.shape[1] < 2:
+    def of(cls, outputs: Sequence[Tensor], reference: Sequence[Tensor]) -> "Quality":
+        error = max(_error(one, other) for one, other in zip(outputs, reference, strict=True))
+        scores = reference[0]
+        if scores.dim() != 2 or scores.shape[1] < 2:
             return cls(None, None, error)
-        counted = compare(outputs, reference)
+        counted = compare(outputs[0].double(), scores.double())
         return cls(counted.share, counted.kl, error)
 
     @property
     def distance(self) -> float:
         """The smaller, the closer."""
         return self.error if self.kl is None else self.kl
+
+
+def _error(values: Tensor, reference: Tensor) -> float:
+    exact = reference.double()
+    return float((values.double() - exact).norm() / exact.norm().clamp(min=1e-30))
 
 
 @dataclass(frozen=True)
@@ -154,6 +160,11 @@ def _batches(images: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
     return list(zip(*(x.split(_BATCH) for x in images), strict=True))
 
 
+def _joined(batches: list[list[Tensor]]) -> list[Tensor]:
+    """The outputs of all batches, each in one tensor."""
+    return [torch.cat([torch.atleast_1d(x).float() for x in one]) for one in zip(*batches, strict=True)]
+
+
 class Quantizer:
     """Quantises networks on the same images, within the same budget."""
 
@@ -172,14 +183,19 @@ class Quantizer:
             max_drop: Leave the costliest layers in float until at most this is lost; None quantises all.
             progress: Wraps loops that take long.
         """
-        self.images, self.max_drop, self.progress = images, max_drop, progress
-        self.dense = torch.cat([outputs_of(dense, batch)[0] for batch in _batches(images.held_out)])
+        self.max_drop, self.progress = max_drop, progress
+        found: list[list[Tensor]] = []
+        batches = _batches(images.held_out)
+        while len(found) < len(batches) and sum(x.numel() for outputs in found for x in outputs) < _MOST_VALUES:
+            found.append(outputs_of(dense, batches[len(found)]))
+        self.dense = _joined(found)
+        count = _BATCH * len(found)
+        self.images = replace(images, held_out=tuple(x[:count] for x in images.held_out))
 
-    def outputs(self, source: Path | bytes) -> Tensor:
-        """The first output of a file for the held-out images."""
+    def outputs(self, source: Path | bytes) -> list[Tensor]:
+        """The outputs of a file for the held-out images."""
         session = Session(source)
-        batches = tracked(_batches(self.images.held_out), self.progress, "measuring")
-        return torch.cat([session.run(batch, session.outputs[:1])[0].float() for batch in batches])
+        return _joined([session.run(x) for x in tracked(_batches(self.images.held_out), self.progress, "measuring")])
 
     def quality(self, source: Path | bytes) -> Quality:
         """How far a file agrees with the dense network."""
@@ -252,7 +268,7 @@ class _Trials:
             return Quality.of(outputs, self._masked).error
         return max(0.0, masked.agreement - ours.agreement)
 
-    def _quantized(self, layers: Sequence[Quantizable], method: str) -> Tensor:
+    def _quantized(self, layers: Sequence[Quantizable], method: str) -> list[Tensor]:
         """The outputs for the held-out images with some layers quantised."""
         if not layers:
             return self._masked
