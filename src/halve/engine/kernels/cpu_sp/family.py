@@ -16,6 +16,7 @@ from halve.engine.kernels.cpu_sp.packing import Packed, pack, pack_dense, packed
 from halve.engine.kernels.cpu_sp.pool import max_pool
 from halve.engine.kernels.cpu_sp.program import ARITHMETIC, known_program, program_for
 from halve.engine.kernels.cpu_sp.version import version
+from halve.engine.kernels.cpu_sp.worker import LANES
 from halve.engine.kernels.kernel import KernelFamily, Layout, Piece
 from halve.engine.kernels.planes import has_rows
 from halve.engine.operations import Convolution, Linear, Operation, PooledConvolution, Tensors
@@ -62,6 +63,10 @@ class _Cpu(KernelFamily):
         if _convolution(operation).stride != (1, 1) and has_rows(x):  # it is split into planes anyway
             return [x, *super().laid_out(residual, operation)]
         return super().laid_out(inputs, operation)
+
+    def fits(self, inputs: Sequence[Tensor], operation: Operation, variant: str) -> bool:
+        """Dense layers on less than a vector of pixels would mostly wait for code, which is larger than the weights."""
+        return self.sparse or operation.size(inputs[0]) >= LANES
 
     def run(self, inputs: Sequence[Tensor], packed: Tensors, operation: Operation, variant: str) -> Tensor:
         x, residual = inputs[0], inputs[1] if len(inputs) > 1 else None

@@ -26,11 +26,12 @@ from halve.engine.operations import ACTIVATIONS, Convolution, Linear
 from halve.errors import EngineError
 
 ARITHMETIC: dict[torch.dtype, Arithmetic] = {torch.float32: Float32(), torch.bfloat16: BFloat16()}
-_BLOCK_BYTES = 640 << 10  # of code and weights, at most: a block runs many times and should stay in the L2 cache
+_BLOCK_BYTES = 1 << 20  # of code and weights, at most: a block runs many times and should stay in the L2 cache
 _BYTES_PER_PRODUCT = 11  # of code and weights
 _LEAST_ROWS = 8  # fewer accumulators than this wait for each other
-_TILE_BYTES = 400 << 10  # of the input that a tile reads: it is read once per block
-_LEAST_TILE = 16  # vectors
+_CACHED_BYTES = 1 << 20  # of code and weights: the code of smaller layers stays in the L2 cache, tile after tile
+_TILE_BYTES = 128 << 10  # of the input that a tile of such a layer reads: it stays in the cache, block after block
+_LEAST_TILE = 4  # vectors
 _ITEMS_PER_WORKER = 8
 _SMALL = 100_000  # multiply-adds that are not worth a second thread
 _MAX_SHAPES = 64  # input shapes that a program remembers
@@ -56,17 +57,15 @@ class Code:
 
 
 def row_blocks(rows: int, products: int, most: int) -> list[tuple[int, int]]:
-    """Split rows with this many multiply-adds each into blocks of equal size, and into a multiple of four if many.
+    """Split rows with this many multiply-adds each into blocks of equal size, as few as possible.
 
     >>> row_blocks(64, 288, 28)
     [(0, 21), (21, 42), (42, 64)]
     >>> len(row_blocks(256, 1152, 28)), len(row_blocks(512, 2304, 28))
-    (12, 24)
+    (10, 19)
     """
     fitting = _BLOCK_BYTES // (_BYTES_PER_PRODUCT * products)
     count = -(-rows // max(_LEAST_ROWS, min(most, fitting)))
-    if count > 4:
-        count = min(-(-count // 4) * 4, rows)
     return [(first, first + length) for first, length in spans(rows, count)]
 
 
@@ -167,9 +166,9 @@ class Program:
     def _items(self, window: Geometry, workers: int) -> npt.NDArray[np.int32]:
         """The items of work, in the order in which threads take them."""
         blocks, channels = range(len(self._blocks)), self._convolution.channels * len(window.planes)
-        fitting = max(_LEAST_TILE, _TILE_BYTES // (self._size * LANES * channels))
+        by_tile = _BYTES_PER_PRODUCT * self._products <= _CACHED_BYTES
+        fitting = max(_LEAST_TILE, _TILE_BYTES // (self._size * LANES * channels)) if by_tile else window.vectors
         tiles = -(-window.vectors // fitting)
-        by_tile = tiles > 1
         if workers > 1:
             tiles = max(tiles, min(-(-_ITEMS_PER_WORKER * workers // len(blocks)), window.vectors))
         parts = spans(window.vectors, tiles)
