@@ -34,6 +34,7 @@ CACHED_BYTES = 1 << 20  # of code and weights: the code of smaller layers stays 
 _TILE_BYTES = 128 << 10  # of the input that a tile of such a layer reads: it stays in the cache, block after block
 _LEAST_TILE = 4  # vectors
 _ITEMS_PER_WORKER = 8
+_PARTS = 4  # of a block that several threads share
 _SMALL = 100_000  # multiply-adds that are not worth a second thread
 _MAX_SHAPES = 64  # input shapes that a program remembers
 EMITTED = ("none", "relu")  # activations; others run in PyTorch afterwards
@@ -193,16 +194,16 @@ class Program:
     def _items(self, window: Geometry, workers: int) -> npt.NDArray[np.int32]:
         """The items of work, in the order in which threads take them."""
         blocks, channels = range(len(self._blocks)), self._convolution.channels * len(window.planes)
-        by_tile = self.bytes <= CACHED_BYTES
-        fitting = max(_LEAST_TILE, _TILE_BYTES // (self._size * LANES * channels)) if by_tile else window.vectors
-        tiles = -(-window.vectors // fitting)
-        if workers > 1:
-            tiles = max(tiles, min(-(-_ITEMS_PER_WORKER * workers // len(blocks)), window.vectors))
-        parts = spans(window.vectors, tiles)
-        if by_tile:  # the input of a tile stays in the cache, and the code streams
-            items = [(block, first, count) for first, count in parts for block in blocks]
-        else:
-            items = [(block, first, count) for block in blocks for first, count in parts]
+        if self.bytes <= CACHED_BYTES:  # the input of a tile stays in the cache
+            tiles = -(-window.vectors // max(_LEAST_TILE, _TILE_BYTES // (self._size * LANES * channels)))
+            if workers > 1:
+                tiles = max(tiles, min(-(-_ITEMS_PER_WORKER * workers // len(blocks)), window.vectors))
+            items = [(block, first, count) for first, count in spans(window.vectors, tiles) for block in blocks]
+        else:  # the code of a block stays in the cache of one thread; the last blocks are split, so that all end at once
+            tail = min(len(blocks), 2 * workers) if workers > 1 else 0
+            parts = spans(window.vectors, min(_PARTS, window.vectors))
+            items = [(block, 0, window.vectors) for block in blocks[: len(blocks) - tail]]
+            items += [(block, first, count) for block in blocks[len(blocks) - tail :] for first, count in parts]
         table = np.array(items, np.int32)
         following = np.minimum(np.arange(len(items)) + workers, len(items) - 1)
         return np.column_stack([table, table[following, 0]])
