@@ -14,7 +14,7 @@ from halve.export.weights import Product
 
 Verdict = Literal["likely", "eligible", "no"]
 COLUMNS = ("layer", "operator", "weight", "dtype", "TensorRT", "reason")
-LARGE = 256  # input and output channels; see docs/export.md
+LARGE = 256  # input and output channels; see docs/how/export.md
 
 
 @dataclass(frozen=True)
