@@ -6,7 +6,8 @@ from drawing import drawing, line, lines, rect, text
 from records import accuracy_rows, best_dense, measured_on, name_of, networks_and_batches, percent, recorded, times
 
 NETWORK, CHECKPOINT, BATCH = "resnet50", "resnet50_v1", 256
-POINTS = {  # method, its name, and whether it is a learned mask
+DENSE = {"compile_freezing": "torch.compile", "best_dense": "folded, dense"}
+POINTS = {
     "magnitude": "largest weights kept",
     "magnitude_permuted": "the same, channels permuted",
     "halve": "learned by halve",
@@ -18,7 +19,7 @@ def accuracy_against_time() -> str:
     """ResNet-50: predictions that stay the same, against the time of a batch."""
     row = next(row for row in accuracy_rows() if row[0] == CHECKPOINT and row[2] == "agreement")
     ms = times()
-    dense = {"torch.compile": ms[NETWORK, BATCH, "compile_freezing"], "folded, dense": ms[NETWORK, BATCH, "best_dense"]}
+    dense = {name: ms[NETWORK, BATCH, system] for system, name in DENSE.items() if (NETWORK, BATCH, system) in ms}
     ours = ms[NETWORK, BATCH, "halve"]
     left, right, top, bottom = 90.0, 700.0, 80.0, 380.0
     most = math.ceil(max(dense.values()))
@@ -40,13 +41,17 @@ def accuracy_against_time() -> str:
         x, y = at(ours, percent(row, method))
         kind = "halve" if method == "halve" else "magnitude"
         parts.append(f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="8"/>')
-        parts.append(text(x - 16, y + 5, f"{name}: {percent(row, method):.0f} %", "end bold" if kind == "halve" else "end"))
+        parts.append(
+            text(x - 16, y + 5, f"{name}: {percent(row, method):.0f} %", "end bold" if kind == "halve" else "end")
+        )
     speed = [r for r in recorded("benchmarks/results/gpu.json") if r["network"] == NETWORK]
     note = ["Gray: the dense network.", "Green and yellow: 2:4 masks, all", "on the same sparse kernels.", ""]
     note += ["Predictions: agreement with", f"the dense network on {row[1].split()[0]}", "ImageNet photos.", ""]
     note += ["Time: float16, 224 px,", *measured_on(speed).split(", ")[:2]]
     parts += lines(right + 40, 100, note)
-    label = f"{name_of(NETWORK)}: share of unchanged predictions against milliseconds per batch, dense and with 2:4 masks"
+    label = (
+        f"{name_of(NETWORK)}: share of unchanged predictions against milliseconds per batch, dense and with 2:4 masks"
+    )
     return drawing(980, 450, label, parts)
 
 
@@ -59,7 +64,7 @@ def speed_bars() -> str:
     ]
     bars = [(name, [("dense", dense), ("halve", ours)]) for name, dense, ours in rows if dense and ours]
     records = recorded("benchmarks/results/gpu.json")
-    note = f"Gray: the best dense version. Green: halve. {measured_on(records)}; {records[0]['dtype']}, 224 px."
+    note = ["Gray: the best dense version. Green: halve.", f"{measured_on(records)}; {records[0]['dtype']}, 224 px."]
     return _bars("Time per batch on a GPU, best dense = 1", bars, note, "{:.2f} ms")
 
 
@@ -74,11 +79,11 @@ def cpu_bars() -> str:
         if ours:
             bars.append((f"{name_of(network)}, {dtype}, batch {batch}", [("dense", fastest), ("halve", ours)]))
     names = ", ".join(CPU_SYSTEMS.values())
-    note = f"Gray: the fastest of {names}. Green: halve. {measured_on(records)}; 224 px."
+    note = [f"Gray: the fastest of {names}. Green: halve.", f"{measured_on(records)}; 224 px."]
     return _bars("Time per batch on a CPU, fastest dense = 1", bars, note, "{:.0f} ms")
 
 
-def _bars(title: str, rows: list[tuple[str, list[tuple[str, float]]]], note: str, form: str) -> str:
+def _bars(title: str, rows: list[tuple[str, list[tuple[str, float]]]], note: list[str], form: str) -> str:
     """Pairs of bars; the first of each pair has length 1."""
     parts, left, full, y = [text(40, 44, title, "title")], 300.0, 480.0, 72.0
     for name, bars in rows:
@@ -89,5 +94,5 @@ def _bars(title: str, rows: list[tuple[str, list[tuple[str, float]]]], note: str
             parts.append(rect(left, y + 18 * i, length, 15, kind))
             parts.append(text(left + length + 8, y + 13 + 18 * i, words, "bold" if i else "small"))
         y += 48
-    parts.append(text(40, y + 16, note, "small"))
-    return drawing(980, y + 36, f"{title}: " + "; ".join(name for name, _ in rows), parts)
+    parts += lines(40, y + 16, note)
+    return drawing(980, y + 16 + 20 * len(note), f"{title}: " + "; ".join(name for name, _ in rows), parts)
