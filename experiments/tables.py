@@ -153,8 +153,8 @@ def sparsity_alone() -> dict[str, float]:
 def speed_limit() -> str:
     """What the README says under "Limits"."""
     return prose(
-        f"- **Networks.** Speed on a GPU has been measured on {_networks()}: {span(speedups(1))}x. Where little time is "
-        f"spent in masked layers, the gain comes from fusion and from kernels for depthwise convolutions and pooling, "
+        f"- **Networks.** Speed on a GPU has been measured on {_networks()}: {span(speedups(1))}x. Where little time "
+        f"is spent in masked layers, the gain comes from fusion and from kernels for depthwise convolutions and pooling, "
         f"not from masks."
     )
 
