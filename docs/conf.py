@@ -19,6 +19,7 @@ suppress_warnings = ["config.cache"]
 
 myst_heading_anchors = 4  # links to headings, as on GitHub
 myst_enable_extensions = ["colon_fence"]
+smartquotes = False  # strings in docstrings are code
 default_role = "code"  # single backticks in docstrings
 
 autodoc_typehints = "none"  # `Args:` says what is accepted

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import sketches
 from certified import certified_figure
 from figure import figure
 from idea import idea
@@ -154,8 +155,8 @@ def speed_limit() -> str:
     """What the README says under "Limits"."""
     return prose(
         f"- **Networks.** Speed on a GPU has been measured on {_networks()}: {span(speedups(1))}x. Where little time "
-        f"is spent in masked layers, the gain comes from fusion and from kernels for depthwise convolutions and pooling, "
-        f"not from masks."
+        f"is spent in masked layers, the gain comes from fusion and from kernels for depthwise convolutions and "
+        f"pooling, not from masks."
     )
 
 
@@ -618,6 +619,10 @@ TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
         ("SECURITY.md", "fuzz", fuzz),
         ("docs/figures/overview.svg", "figure", figure),
         ("docs/figures/idea.svg", "idea", idea),
+        ("docs/figures/learning.svg", "learning", sketches.learning),
+        ("docs/figures/engine.svg", "engine", sketches.engine),
+        ("docs/figures/kernels.svg", "kernels", sketches.kernels),
+        ("docs/figures/two-certificates.svg", "two_certificates", sketches.certificates),
         ("docs/figures/accuracy-time.svg", "accuracy_against_time", accuracy_against_time),
         ("docs/figures/speed.svg", "speed_bars", speed_bars),
         ("docs/figures/cpu.svg", "cpu_bars", cpu_bars),
