@@ -1,11 +1,11 @@
 """Mask files: a MaskSet in `NAME.masks.safetensors`, beside the unchanged checkpoint.
 
-A 2:4 mask takes about three quarters of a bit per weight. docs/file-format.md specifies the bytes. In short: the header
-holds each layer's pattern, layout and digests; the tensor `codes:LAYER` holds its codes at `Pattern.bits` bits each,
-`sketch:LAYER` the sketches of its fingerprint, and `channel_order:LAYER` its channel order, if any. `statistics:BUFFER`
-are recalibrated BatchNorm buffers, `correction:TENSOR` are norms before and after their correction, and `order:K` are
-the orders that the header's `moves` refer to. `digests` holds the digests of all tensors of the model, which the
-header's `digests` names.
+A 2:4 mask takes about three quarters of a bit per weight. docs/reference/file-formats.md specifies the bytes. In short:
+the header holds each layer's pattern, layout and digests; the tensor `codes:LAYER` holds its codes at `Pattern.bits`
+bits each, `sketch:LAYER` the sketches of its fingerprint, and `channel_order:LAYER` its channel order, if any.
+`statistics:BUFFER` are recalibrated BatchNorm buffers, `correction:TENSOR` are norms before and after their correction,
+and `order:K` are the orders that the header's `moves` refer to. `digests` holds the digests of all tensors of the
+model, which the header's `digests` names.
 """
 
 import json
