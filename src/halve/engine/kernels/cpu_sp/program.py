@@ -199,7 +199,7 @@ class Program:
             if workers > 1:
                 tiles = max(tiles, min(-(-_ITEMS_PER_WORKER * workers // len(blocks)), window.vectors))
             items = [(block, first, count) for first, count in spans(window.vectors, tiles) for block in blocks]
-        else:  # the code of a block stays in the cache of one thread; the last blocks are split, so that all end at once
+        else:  # the code of a block stays in the cache of one thread; the last blocks are split: all end at once
             tail = min(len(blocks), 2 * workers) if workers > 1 else 0
             parts = spans(window.vectors, min(_PARTS, window.vectors))
             items = [(block, 0, window.vectors) for block in blocks[: len(blocks) - tail]]
