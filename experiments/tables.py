@@ -56,7 +56,7 @@ METHODS = {
 SYSTEMS = {
     "eager": "eager",
     "compile": "torch.compile",
-    "compile_freezing": "with freezing",
+    "compile_freezing": "torch.compile, freezing",
     "best_dense": "folded, dense",
     "halve_dense": "our kernels, dense",
     "halve": "halve",
@@ -246,8 +246,8 @@ def gpu() -> str:
         rows.append([f"{name_of(network)}, batch {batch}", *("" if t is None else f"{t:.3f}" for t in found), ratio])
     records = recorded("benchmarks/results/gpu.json")
     note = (
-        f"{measured_on(records)}; {records[0]['dtype']}, 224 px (`benchmarks/bench_gpu.py`). Systems without a time were "
-        "not part of that run."
+        f"{measured_on(records)}; {records[0]['dtype']}, 224 px (`benchmarks/bench_gpu.py`). Systems without a time "
+        "were not part of that run."
     )
     return f"{table(['ms per batch', *systems.values(), 'over the fastest dense'], rows)}\n\n{prose(note)}"
 
