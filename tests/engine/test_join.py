@@ -54,6 +54,29 @@ class Bottlenecks(nn.Module):
         return self.heads[0](last.mean((2, 3))) + self.heads[1](z.mean((2, 3)))
 
 
+class ConvolvedAndAdded(nn.Module):
+    """A 1x1 convolution whose result is convolved, and added to that."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Conv2d(8, 16, 1), nn.Conv2d(16, 16, 3, padding=1)
+
+    def forward(self, x):
+        y = self.one(x)
+        return torch.relu(self.two(y) + y)
+
+
+class Normalised(nn.Module):
+    """A block and a norm whose name is one that joined layers get."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.joined1 = Block(), nn.GroupNorm(1, 32)
+
+    def forward(self, x):
+        return self.joined1(self.block(x))
+
+
 class Slow(KernelFamily):
     """Sparse convolutions on a CPU that take their time."""
 
@@ -186,6 +209,18 @@ def test_an_updated_checkpoint_takes_over_the_joins(kernel):
 def test_a_result_that_something_else_reads_is_not_joined(kernel):
     model, x, fast = compiled(Block(shared=True))
     assert joined(fast) == {}
+    torch.testing.assert_close(fast(x), halve.apply(model, halve.prune(model)).bfloat16()(x), atol=5e-2, rtol=5e-2)
+
+
+def test_a_result_that_is_also_convolved_is_not_joined(kernel):
+    model, x, fast = compiled(ConvolvedAndAdded())
+    assert joined(fast) == {}
+    torch.testing.assert_close(fast(x), halve.apply(model, halve.prune(model)).bfloat16()(x), atol=5e-2, rtol=5e-2)
+
+
+def test_joined_layers_leave_modules_of_the_same_name_alone(kernel):
+    model, x, fast = compiled(Normalised())
+    assert set(joined(fast)) == {"block.two", "block.shortcut"}
     torch.testing.assert_close(fast(x), halve.apply(model, halve.prune(model)).bfloat16()(x), atol=5e-2, rtol=5e-2)
 
 

@@ -9,6 +9,7 @@ layers, a form of its graph is built when it is needed.
 """
 
 import copy
+import itertools
 import operator
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -208,10 +209,10 @@ def planned_joins(
 def joined_form(body: GraphModule, joins: Sequence[Join]) -> GraphModule:
     """The network with these layers joined. It shares all other layers."""
     form = GraphModule(body, copy.deepcopy(body.graph))
-    earlier = sum(name.startswith("joined") for name, _ in form.named_children())
-    for number, join in enumerate(joins, earlier):
+    unused = (name for number in itertools.count() if not hasattr(form, name := f"joined{number}"))
+    for join, name in zip(joins, unused, strict=False):
         nodes = {form.get_submodule(str(node.target)): node for node in form.graph.nodes if node.op == "call_module"}
-        form.add_submodule(name := f"joined{number}", join.both)
+        form.add_submodule(name, join.both)
         join.pair.replace(form, name, nodes)
     form.delete_all_unused_submodules()
     form.recompile()
@@ -253,6 +254,8 @@ def pairs_with_shortcut(body: GraphModule) -> Iterator[Pair]:
     for node in body.graph.nodes:
         last, added = _layer(body, node), node.args[1] if len(node.args) == 2 else None
         if last is None or not isinstance(added, Node) or len(added.users) != 1 or len(added.args) != 1:
+            continue
+        if node.args[0] is added:  # the last layer also convolves it
             continue
         first = _layer(body, added)
         if first is None or first.dtype != last.dtype or {names[first.name], names[last.name]} != {1}:
