@@ -198,7 +198,9 @@ def planned_joins(
     for pairs in _KINDS if wanted else ():
         for pair in pairs(joined_form(body, joins)):
             kernel = wanted.get((pair.layer.name, pair.other.name))
-            if kernel is None or kernel not in (both := pair.joined()).available_kernels(device):
+            if kernel is None or not {pair.layer, pair.other} <= known.keys():
+                continue
+            if kernel not in (both := pair.joined()).available_kernels(device):
                 continue
             known[both] = known[pair.layer]
             both.use({known[both]: kernel})
@@ -371,7 +373,8 @@ def _is_faster(
     cache: TimingCache,
     key: str | None,
 ) -> bool:
-    described = " ".join(map(kernel_id, [*kernels.values(), *(join.kernel for join in joins)]))
+    together = [f"{join.both.name}: {kernel_id(join.kernel)}" for join in joins]
+    described = " ".join([*map(kernel_id, kernels.values()), *together])
     ids = {f"{name} {described}": name for name in ("separate", "joined")}
     times = None if key is None else cache.get(key, ids)
     if times is None:
