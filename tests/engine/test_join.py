@@ -13,7 +13,9 @@ from halve.engine.kernels.kernel import KernelFamily
 from halve.engine.kernels.registry import FALLBACK
 from halve.engine.kernels.wgmma_sp.chained import Chained
 from halve.engine.kernels.wgmma_sp.joined import JoinedSparse
-from halve.engine.operations import Convolution
+from halve.engine.layer import Layer
+from halve.engine.operations import ChainedConvolution, Convolution
+from halve.engine.plan import time_layer
 from halve.engine.timing_cache import TimingCache
 from halve.errors import EngineError
 from tests.random_masks import random
@@ -236,6 +238,27 @@ def test_other_joins_with_the_same_kernels_are_timed_again(kernel, monkeypatch):
     joins = [Join(pair, pair.joined(), FALLBACK) for pair in pairs_with_shortcut(fast.body)]
     for _ in range(2):
         assert [_is_faster(fast.body, [one], kernels, (x,), cache, "key") for one in joins] == [False, True]
+
+
+def test_a_small_result_that_is_wrong_is_noticed_beside_a_large_one(kernel, monkeypatch):
+    chain = ChainedConvolution(256, 8, "relu", 64, "none")
+    weights = {"weight": random(256, 8, 1, 1), "next_weight": random(64, 256, 1, 1) * 1e-5}
+    layer = Layer("both", chain, {name: weight.bfloat16() for name, weight in weights.items()})
+    inputs = [random(1, 8, 2, 2).bfloat16(), random(1, 256, 2, 2).bfloat16()]
+
+    def families():
+        return {kernel.family for kernel in time_layer(layer, inputs, TimingCache(None), inputs[0].device, True).times}
+
+    assert families() == {"dense", "wgmma_chained"}
+    run = Chained.run
+
+    def wrong(self, inputs, packed, operation, variant):
+        both = run(self, inputs, packed, operation, variant)
+        operation.split(both, inputs[0].shape)[1].zero_()
+        return both
+
+    monkeypatch.setattr(Chained, "run", wrong)
+    assert families() == {"dense"}
 
 
 def test_a_result_that_something_else_reads_is_not_joined(kernel):

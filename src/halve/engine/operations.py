@@ -49,6 +49,10 @@ class Operation(ABC):
     def out_shape(self, shape: Sequence[Any]) -> tuple[Any, ...]:
         """The shape of the result for a first input of this shape."""
 
+    def results(self, result: Tensor, shape: Sequence[Any]) -> tuple[Tensor, ...]:
+        """The parts of the result that are computed one from the other, for a first input of this shape."""
+        return (result,)
+
     @abstractmethod
     def size(self, x: Tensor) -> int:
         """The size of an input in pixels or rows, which plans depend on."""
@@ -350,6 +354,9 @@ class ChainedConvolution(Operation):
     def split(self, both: Tensor, shape: Sequence[Any]) -> tuple[Tensor, Tensor]:
         """The two results, for a first input of this shape."""
         return _split(both, shape, self.rows)
+
+    def results(self, result: Tensor, shape: Sequence[Any]) -> tuple[Tensor, ...]:
+        return self.split(result, shape)
 
     def out_shape(self, shape: Sequence[Any]) -> tuple[Any, ...]:
         return (shape[0] * shape[2] * shape[3] * (self.rows + self.next_rows),)
