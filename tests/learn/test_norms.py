@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 import halve
-from halve.errors import OptionError
+from halve.errors import MaskError, OptionError
 from halve.learn import norms
 from halve.learn.norms import Norms
 from tests.random_masks import random
@@ -85,6 +85,14 @@ class Normed(nn.Module):
 
     def forward(self, x):
         return self.head(self.plain(self.group(self.second(self.layer(self.first(x)).relu()))).relu())
+
+
+@pytest.mark.parametrize("name", ["8.weight", "20.weight"])
+def test_corrections_of_other_tensors_are_no_start(name):
+    model = convnet()
+    start = halve.prune(model).with_corrections({name: torch.ones(2, 16, 32)})
+    with pytest.raises(MaskError, match=f"another model: {name} is no scale or shift of a norm"):
+        learn(model, images(), start=start, steps=1)
 
 
 def test_layer_and_group_norms_learn_too_and_norms_that_do_not_run_stay():

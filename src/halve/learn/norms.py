@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor, nn
 
-from halve.masks.corrections import NORMS, Corrections, corrected
+from halve.masks.corrections import NORMS, Corrections, check_corrections, corrected
 
 RATE = 0.02  # what the learning rate of the logits is multiplied by, for changes relative to a norm's scale
 
@@ -27,7 +27,7 @@ class Norms:
 
     def __init__(self, model: nn.Module, start: Corrections, *, learned: bool) -> None:
         found = _units(model) if learned else {}
-        held = {**dict(model.named_parameters(remove_duplicate=False)), **dict(model.named_buffers())}
+        held = dict(model.named_parameters(remove_duplicate=False)) | check_corrections(model, start)
         names = [*found, *(name for name in start if name not in found)]
         self._dense = {name: held[name].detach().float() for name in names}
         self._start = _flat([_started(self._dense[name], start.get(name)) for name in names])
