@@ -6,7 +6,8 @@
 Weights are random, masked by magnitude: the speed does not depend on which weights are kept. Systems are timed in
 interleaved rounds. torch.compile is slow to compile and only measured at --compile-batches. Writes
 benchmarks/results/gpu.json (one record per measurement) and gpu_layers.json (one per layer of each plan). Records of
-other networks, dtypes and batch sizes are kept. Does nothing without a GPU. Needs torch, torchvision, numpy and safetensors.
+other networks, dtypes and batch sizes are kept. Does nothing without a GPU. Needs torch, torchvision, numpy and
+safetensors.
 """
 
 import argparse
