@@ -96,6 +96,15 @@ def test_what_float16_cannot_hold_is_an_error_and_nothing_is_written(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_values_that_vanish_in_float16_are_noted(tmp_path):
+    model = residual()
+    for tensor in (model.head.weight, model.head.bias):
+        tensor.data.mul_(1e-8)
+    done = halve.export(model, None, images(), tmp_path / "net.onnx", dtype=torch.float16)
+    assert done.difference > 0.05
+    assert "too small or too large for float16: export in float32 or bfloat16" in done.notes[0]
+
+
 def test_bfloat16_goes_as_far_as_the_checker(tmp_path):
     done = halve.export(residual(), None, images(), tmp_path / "net.onnx", dtype=torch.bfloat16)
     assert done.difference is None

@@ -29,6 +29,7 @@ from halve.version import VERSION
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _TOLERANCE = 1e-3  # in float32: beyond it the file computes something else
+_HALF_TOLERANCE, _INT8_TOLERANCE = 0.05, 0.5  # beyond these the user is told; usual are 1e-3 and 5e-2
 _IN_2_4 = ("2:4", "1:4", "1:2", "1:3")  # patterns with at most two weights in every four
 
 
@@ -253,6 +254,11 @@ def _compared(
         raise ModelError(
             f"the file does not compute what the model computes: outputs differ by {difference:.1e} of the largest; "
             f"the model may be random, or depend on more than its inputs"
+        )
+    if difference > (_HALF_TOLERANCE if exact else _INT8_TOLERANCE):
+        notes.append(
+            f"the outputs differ from the masked model's by {difference:.1e} of the largest: its values are too small "
+            f"or too large for {'float16: export in float32 or bfloat16' if exact else 'int8: set max_drop='}"
         )
     if not fixed and images > 1:
         notes += _differs_alone(session, inputs, reference, 2 * difference)
