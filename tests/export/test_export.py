@@ -191,6 +191,15 @@ def test_weights_beyond_the_limit_go_to_a_file_beside_it(exported, tmp_path, mon
     assert big.difference < 1e-5
     assert [layer.verdict for layer in big.check.layers] == [layer.verdict for layer in done.check.layers]
     data = path.with_name("big.onnx.data")
+    halve.export(model, masks, images(), path)  # over an older export with its data
+    other = tmp_path / "other.onnx"
+    mine = other.with_name("other.onnx.data")
+    mine.write_text("mine")
+    with pytest.raises(FileError, match=r"other.onnx.data: the file exists and was not written by halve export"):
+        halve.export(model, masks, images(), other)
+    assert mine.read_text() == "mine"
+    assert not other.exists()
+    halve.export(model, masks, images(), other, force=True)
     data.write_bytes(data.read_bytes()[:-1] + b"!")
     with pytest.raises(FileError, match="is not the data that"):
         halve.check_onnx(path)

@@ -167,7 +167,7 @@ def export(
         prepared(masked, x, chosen, entry.prefix, entry.names(len(x)))
         for x in tracked([inputs], progress, "capturing the network")
     )
-    done = _write(path, network, reference, masks, chosen, quantizer, entry)
+    done = _write(path, network, reference, masks, chosen, quantizer, entry, force)
     return replace(done, notes=(*entry.notes, *done.notes))
 
 
@@ -199,6 +199,7 @@ def _write(
     dtype: torch.dtype,
     quantizer: Quantizer | None,
     entry: Entry,
+    force: bool,
 ) -> Exported:
     network.check_fits(dtype)
     if dtype == torch.float16 and not _finite_like(network.outputs(dtype), reference):
@@ -221,7 +222,7 @@ def _write(
         if quantizer is not None and quantization is not None:
             quantization = quantization.with_quality("int8", quantizer.quality(trial.path))
         _check_layers(checked(trial))
-        file.copy(trial.path, path)
+        file.copy(trial.path, path, force=force)
     opened = file.read(path)
     outputs = tuple(value.name for value in opened.model.graph.output)
     about = (path, opened.size, name, shapes_of(opened), outputs, difference, images)

@@ -19,6 +19,7 @@ from halve.masks import storage
 FORMAT = "halve.onnx"  # of files that `export` wrote, in their metadata
 MAX_BYTES = 1_900_000_000  # protobuf holds at most 2 GiB; weights of larger networks go to a file beside it
 DATA_SUFFIX = ".data"
+_DATA_DIGEST = "halve.data_sha256"  # in the metadata of files with external data
 _MAX_TENSOR = 1 << 33  # bytes of external data, where a file with holes can have any size: far beyond any layer
 _SMALL = 1024  # bytes; smaller tensors stay in the file
 _TYPED = {"float_data": 4, "double_data": 8, "int32_data": 4, "int64_data": 8, "uint64_data": 8}
@@ -75,7 +76,7 @@ def read(path: str | Path) -> OnnxFile:
         _check_order(path, graph)
         for tensor in _tensors_of(graph):
             size += _check_tensor(path, tensor)
-    expected = {entry.key: entry.value for entry in model.metadata_props}.get("halve.data_sha256")
+    expected = {entry.key: entry.value for entry in model.metadata_props}.get(_DATA_DIGEST)
     if expected is not None and expected != _sha256(_data_path(path)):
         raise FileError(f"{_data_path(path)} is not the data that {path} was written with; copy both files together")
     return OnnxFile(path, model, size)
@@ -217,6 +218,11 @@ def is_exported(path: Path) -> bool:
     return read(path).metadata.get("halve.format") == FORMAT
 
 
+def _has_data(path: Path) -> bool:
+    """Whether a file was written by `export`, together with the data beside it."""
+    return path.exists() and _DATA_DIGEST in read(path).metadata
+
+
 def write(path: Path, model: Any) -> Path:
     """Write a model; weights beyond protobuf's limit go to a file beside it, and leave the model."""
     if model.ByteSize() > MAX_BYTES:
@@ -224,9 +230,17 @@ def write(path: Path, model: Any) -> Path:
     return storage.write_atomically(path, model.SerializeToString(deterministic=True))
 
 
-def copy(source: Path, target: Path) -> None:
-    """Copy a model with its data to the place of another. Each file is replaced in one step, the model last."""
+def copy(source: Path, target: Path, *, force: bool = False) -> None:
+    """Copy a model with its data to the place of another. Each file is replaced in one step, the model last.
+
+    Data beside the target is only replaced if the target is a model that it belongs to, or by force.
+    """
     pairs = [(_data_path(source), _data_path(target)), (source, target)]
+    if all(path.exists() for path in pairs[0]) and not force and not _has_data(target):
+        raise FileError(
+            f"cannot write {pairs[0][1]}: the file exists and was not written by halve export; "
+            f"choose another path, or replace it with force=True"
+        )
     for one, other in pairs:
         if one.exists():
             storage.write_atomically(other, storage.read_bytes(one))
@@ -248,7 +262,7 @@ def _move_out_(path: Path, model: Any) -> None:
         for key, value in place.items():
             tensor.external_data.add(key=key, value=str(value))
     storage.write_atomically(_data_path(path), bytes(content))
-    model.metadata_props.add(key="halve.data_sha256", value=hashlib.sha256(content).hexdigest())
+    model.metadata_props.add(key=_DATA_DIGEST, value=hashlib.sha256(content).hexdigest())
 
 
 def _data_path(path: Path) -> Path:
