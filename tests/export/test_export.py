@@ -200,6 +200,8 @@ def test_weights_beyond_the_limit_go_to_a_file_beside_it(exported, tmp_path, mon
     assert mine.read_text() == "mine"
     assert not other.exists()
     halve.export(model, masks, images(), other, force=True)
+    with pytest.raises(ModelError, match="int8 needs a network of at most"):
+        halve.export(model, masks, images(), other, int8=True, calibrate=images(8))
     data.write_bytes(data.read_bytes()[:-1] + b"!")
     with pytest.raises(FileError, match="is not the data that"):
         halve.check_onnx(path)

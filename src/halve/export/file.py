@@ -223,9 +223,14 @@ def _has_data(path: Path) -> bool:
     return path.exists() and _DATA_DIGEST in read(path).metadata
 
 
+def is_large(model: Any) -> bool:
+    """Whether a model does not fit into one file. (protobuf cannot even measure what is larger than that.)"""
+    return sum(len(tensor.raw_data) for tensor in model.graph.initializer) > MAX_BYTES
+
+
 def write(path: Path, model: Any) -> Path:
     """Write a model; weights beyond protobuf's limit go to a file beside it, and leave the model."""
-    if model.ByteSize() > MAX_BYTES:
+    if is_large(model):
         _move_out_(path, model)
     return storage.write_atomically(path, model.SerializeToString(deterministic=True))
 
