@@ -4,7 +4,7 @@ import hashlib
 import math
 import os
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -72,7 +72,9 @@ def read(path: str | Path) -> OnnxFile:
     if not model.HasField("graph") or not model.graph.node:
         raise FileError(f"{path} is not an ONNX file: it holds no graph with operators")
     size = len(content)
+    _check_texts(path, (text for entry in model.metadata_props for text in (entry.key, entry.value)))
     for graph in graphs_in(model.graph):
+        _check_texts(path, _texts_of(graph))
         _check_order(path, graph)
         for tensor in _tensors_of(graph):
             size += _check_tensor(path, tensor)
@@ -98,6 +100,25 @@ def _tensors_of(graph: Any) -> Iterator[Any]:
             if attribute.HasField("t"):
                 yield attribute.t
             yield from attribute.tensors
+
+
+def _texts_of(graph: Any) -> Iterator[str | bytes]:
+    """The names in a graph."""
+    for value in (*graph.input, *graph.output):
+        yield value.name
+    for node in graph.node:
+        yield from (node.name, node.op_type, node.domain, *node.input, *node.output)
+        yield from (attribute.name for attribute in node.attribute)
+    for tensor in (*_tensors_of(graph), *(one.values for one in graph.sparse_initializer)):
+        yield tensor.name
+        yield from (text for entry in tensor.external_data for text in (entry.key, entry.value))
+
+
+def _check_texts(path: Path, texts: Iterable[str | bytes]) -> None:
+    """Raise unless all names are text: protobuf gives bytes for what is not UTF-8."""
+    for text in texts:
+        if isinstance(text, bytes):
+            raise FileError(f"{path} is damaged: the name {text[:80]!r} is not valid UTF-8")
 
 
 def _check_order(path: Path, graph: Any) -> None:
