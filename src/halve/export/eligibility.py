@@ -16,8 +16,8 @@ from halve.export.weights import Product
 
 Verdict = Literal["likely", "eligible", "no"]
 COLUMNS = ("layer", "operator", "weight", "dtype", "TensorRT", "reason")
-TYPES = ("float32", "float16", "bfloat16", "int8")  # of weights that are judged; see docs/export.md
-LARGE = 256  # input and output channels; see docs/export.md
+TYPES = ("float32", "float16", "bfloat16", "int8")  # of weights that are judged; see docs/how/export.md
+LARGE = 256  # input and output channels; see docs/how/export.md
 
 
 @dataclass(frozen=True)
