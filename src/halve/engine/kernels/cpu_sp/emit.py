@@ -4,7 +4,7 @@ A function computes a few output channels ("rows") of a convolution for 16 conse
 accumulator per row. For each kernel position ("tap") and group of four input channels, it loads the pixels of these
 channels, and then runs one instruction per kept weight, here in float32:
 
-    vfmadd231ps accumulator, pixels of the kept channel, [weight]{1to16}
+    vfmadd231ps accumulator, pixels of the kept channel, [weight]{1to16}  (AVX-512; see `arithmetic.py` for AVX2)
 
 Which channel that is stands in the instruction, so that nothing is decoded at run time. Sizes and strides do not: the
 same code serves all image and batch sizes.
@@ -16,10 +16,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from halve.engine.kernels.cpu_sp.arithmetic import LINE, PIXEL_MASK, TAP_MASK, Arithmetic
+from halve.engine.kernels.cpu_sp.arithmetic import FAR, LINE, Arithmetic
 from halve.engine.kernels.cpu_sp.assembler import (
-    MULTIPLICAND_BYTE,
-    MULTIPLY_ADD_BYTES,
     R8,
     R9,
     R10,
@@ -39,9 +37,7 @@ from halve.engine.kernels.cpu_sp.worker import field
 
 _WEIGHT = 4  # bytes that an instruction reads: a weight, or two in bfloat16
 _ALIGNMENT = 64  # of functions
-_MIDDLE = 128 * _WEIGHT  # weights are addressed from the middle of 256 of them
 LINES_AHEAD = 3  # lines of code that each group fetches for the next block, see `worker.py`
-_FAR = 1 << 20  # a displacement that takes 32 bits
 
 
 class Shape(NamedTuple):
@@ -76,9 +72,9 @@ def emit_block(arithmetic: Arithmetic, shape: Shape, vectors: npt.NDArray[np.uin
     template = _template(arithmetic, shape)
     code = template.code.copy()
     named = np.lib.stride_tricks.as_strided(
-        code[template.first + MULTIPLICAND_BYTE :],
+        code[template.first + arithmetic.multiply_add.multiplicand_byte :],
         (shape.taps, shape.groups, shape.products * shape.rows),
-        (template.tap_bytes, template.group_bytes, MULTIPLY_ADD_BYTES),
+        (template.tap_bytes, template.group_bytes, arithmetic.multiply_add.size),
     )
     named[:] = arithmetic.multiply_add.multiplicands(range(16))[vectors.reshape(named.shape)]
     return code
@@ -95,12 +91,12 @@ def _template(arithmetic: Arithmetic, shape: Shape) -> _Template:
     a = Assembler()
     arithmetic.begin(a)
     top = len(a.code)
-    a.load_mask(PIXEL_MASK, Memory(R9, 0))
+    arithmetic.begin_vector(a)
     for row, accumulator in enumerate(accumulators):  # the biases are the first weights
-        a.broadcast(accumulator, Memory(RBP, _WEIGHT * row))
+        arithmetic.broadcast(a, accumulator, Memory(RBP, _WEIGHT * row))
     start = len(a.code)
     for tap in range(shape.taps):
-        tap_header = _tap_header(shape, tap, len(one_tap))
+        tap_header = _tap_header(arithmetic, shape, tap, len(one_tap))
         a.code += tap_header + one_tap
     arithmetic.finish(a, accumulators, shape.relu)
     for pointer in (RBX, RDX, RCX):
@@ -129,19 +125,19 @@ def _group_header(arithmetic: Arithmetic, shape: Shape) -> bytes:
     return bytes(a.code)
 
 
-def _tap_header(shape: Shape, tap: int, length: int) -> bytes:
+def _tap_header(arithmetic: Arithmetic, shape: Shape, tap: int, length: int) -> bytes:
     """Load the mask of a tap, skip it if no pixel needs it, and set the pointers. Equally long for all taps."""
     weights = shape.products * shape.rows
-    start = _WEIGHT * (shape.rows + (tap * shape.groups - 1) * weights) + _MIDDLE
+    middle = _WEIGHT * arithmetic.multiply_add.most // 2
+    start = _WEIGHT * (shape.rows + (tap * shape.groups - 1) * weights) + middle
     a = Assembler()
-    a.load_mask(TAP_MASK, Memory(R9, _FAR))
-    a.patch(2 * (tap + 1))
-    a.test_mask(TAP_MASK)
+    arithmetic.test_tap(a, 2 * (tap + 1))
     skip = a.jump_forward("e")
-    a.load(RDI, Memory(R14, _FAR))
+    arithmetic.begin_tap(a)
+    a.load(RDI, Memory(R14, FAR))
     a.patch(8 * tap)
     a.add(RDI, RBX)
-    a.load_address(RSI, Memory(RBP, _FAR))
+    a.load_address(RSI, Memory(RBP, FAR))
     a.patch(start)
     a.land(skip, length)
     return bytes(a.code)
