@@ -32,7 +32,6 @@ from halve.engine.kernels.cpu_sp.worker import LANES, field
 
 TAP_MASK, PIXEL_MASK = 1, 2  # mask registers
 LINE = 64  # bytes of a line of the cache
-FAR = 1 << 20  # a displacement that takes 32 bits
 _ZERO = 0  # a vector that is free in the epilogue
 _CHANNEL = ((None, 1), (R10, 1), (R10, 2), (R11, 1))  # index and scale that address the channels of a group
 
@@ -47,6 +46,10 @@ class Arithmetic(ABC):
     first_accumulator: ClassVar[int]
     multiply_add: ClassVar[MultiplyAdd]
     constants: ClassVar[npt.NDArray[np.generic]] = np.zeros(1, np.int64)  # in memory, for the code
+    part_bytes: ClassVar[int] = 1 << 40  # of code that runs for all vectors before the next code does
+    fetches_code: ClassVar[bool] = True  # of the next block
+    least_tile: ClassVar[int] = 4  # vectors
+    always_tiles: ClassVar[bool] = False  # also where the code is larger than the cache
 
     @property
     def max_rows(self) -> int:
@@ -71,7 +74,7 @@ class Arithmetic(ABC):
 
     @abstractmethod
     def test_tap(self, a: Assembler, place: int) -> None:
-        """Set the condition "e" if no lane is in the mask at this place behind r9. Equally long for all places."""
+        """Set the condition "e" if no lane is in the mask at this place behind r9."""
 
     @abstractmethod
     def begin_tap(self, a: Assembler) -> None:
@@ -80,6 +83,14 @@ class Arithmetic(ABC):
     @abstractmethod
     def load_group(self, a: Assembler, width: int, kept: int) -> None:
         """Load the vectors of a group of channels from rdi. Rows keep this many of them."""
+
+    def load_sums(self, a: Assembler, accumulators: Sequence[int]) -> None:
+        """Load what `store_sums` stored. Only needed if code runs in parts."""
+        raise NotImplementedError
+
+    def store_sums(self, a: Assembler, accumulators: Sequence[int]) -> None:
+        """Store unfinished sums where results go. Only needed if code runs in parts."""
+        raise NotImplementedError
 
     @abstractmethod
     def finish(self, a: Assembler, accumulators: Sequence[int], relu: bool) -> None:
@@ -108,8 +119,7 @@ class _Avx512(Arithmetic):
         a.broadcast(target, memory)
 
     def test_tap(self, a: Assembler, place: int) -> None:
-        a.load_mask(TAP_MASK, Memory(R9, FAR))
-        a.patch(place)
+        a.load_mask(TAP_MASK, Memory(R9, place))
         a.test_mask(TAP_MASK)
 
     def begin_tap(self, a: Assembler) -> None:
@@ -153,12 +163,14 @@ class Float32(_Avx512):
 class Float32Avx2(Arithmetic):
     """ymm0 to ymm3: the channels of a group; ymm4: a weight; ymm5: a mask, as there are no registers for masks.
 
-    The constants are all masks of eight lanes, 32 bytes each.
+    The constants are all masks of eight lanes, 32 bytes each. Two multiply-adds per cycle need 22 bytes of code, more
+    than the L2 cache gives: code runs in parts that stay in the L1 cache, each for all vectors of an item.
     """
 
     size, lanes, vectors, flags = 4, 8, 16, ("avx2", "fma")
     first_accumulator, multiply_add = 6, AVX2_MULTIPLY_ADD
     constants = -(np.arange(256)[:, None] >> np.arange(8) & 1).astype(np.int32)
+    part_bytes, fetches_code, least_tile, always_tiles = 20 << 10, False, 32, True
     _added, _mask = 4, 5
 
     def begin(self, a: Assembler) -> None:
@@ -171,8 +183,7 @@ class Float32Avx2(Arithmetic):
         a.broadcast_avx2(target, memory)
 
     def test_tap(self, a: Assembler, place: int) -> None:
-        a.load_word(RDI, Memory(R9, FAR))
-        a.patch(place)
+        a.load_word(RDI, Memory(R9, place))
         a.test(RDI)
 
     def begin_tap(self, a: Assembler) -> None:
@@ -188,6 +199,18 @@ class Float32Avx2(Arithmetic):
         for channel in range(width):
             index, scale = _CHANNEL[channel]
             a.load_masked_avx2(channel, self._mask, Memory(RDI, 0, index, scale))
+
+    def load_sums(self, a: Assembler, accumulators: Sequence[int]) -> None:
+        a.mov(RDI, RDX)
+        for accumulator in accumulators:
+            a.load_vector_avx2(accumulator, Memory(RDI))
+            a.add(RDI, R12)
+
+    def store_sums(self, a: Assembler, accumulators: Sequence[int]) -> None:
+        a.mov(RDI, RDX)
+        for accumulator in accumulators:
+            a.store_vector_avx2(Memory(RDI), accumulator)
+            a.add(RDI, R12)
 
     def finish(self, a: Assembler, accumulators: Sequence[int], relu: bool) -> None:
         a.compare_zero(field("residual"))

@@ -32,7 +32,6 @@ _BYTES_PER_PRODUCT = 11  # of code and weights
 _LEAST_ROWS = 8  # fewer accumulators than this wait for each other
 CACHED_BYTES = 1 << 20  # of code and weights: the code of smaller layers stays in the L2 cache, tile after tile
 _TILE_BYTES = 128 << 10  # of the input that a tile of such a layer reads: it stays in the cache, block after block
-_LEAST_TILE = 4  # vectors
 _ITEMS_PER_WORKER = 8
 _PARTS = 4  # of a block that several threads share
 _SMALL = 100_000  # multiply-adds that are not worth a second thread
@@ -201,11 +200,14 @@ class Program:
     def _items(self, window: Geometry, workers: int) -> npt.NDArray[np.int32]:
         """The items of work, in the order in which threads take them."""
         blocks, channels = range(len(self._blocks)), self._convolution.channels * len(window.planes)
+        fitting = _TILE_BYTES // (self._arithmetic.vector_bytes * channels)
+        tiles = -(-window.vectors // max(self._arithmetic.least_tile, fitting))
         if self.bytes <= CACHED_BYTES:  # the input of a tile stays in the cache
-            tiles = -(-window.vectors // max(_LEAST_TILE, _TILE_BYTES // (self._arithmetic.vector_bytes * channels)))
             if workers > 1:
                 tiles = max(tiles, min(-(-_ITEMS_PER_WORKER * workers // len(blocks)), window.vectors))
             items = [(block, first, count) for first, count in spans(window.vectors, tiles) for block in blocks]
+        elif self._arithmetic.always_tiles:
+            items = [(block, first, count) for block in blocks for first, count in spans(window.vectors, tiles)]
         else:  # the code of a block stays in the cache of one thread; the last blocks are split so that all end at once
             tail = min(len(blocks), 2 * workers) if workers > 1 else 0
             parts = spans(window.vectors, min(_PARTS, window.vectors))
