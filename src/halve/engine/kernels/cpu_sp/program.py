@@ -208,7 +208,7 @@ class Program:
             items = [(block, first, count) for first, count in spans(window.vectors, tiles) for block in blocks]
         elif self._arithmetic.always_tiles:
             items = [(block, first, count) for block in blocks for first, count in spans(window.vectors, tiles)]
-        else:  # the code of a block stays in the cache of one thread; the last blocks are split so that all end at once
+        else:  # the code of a block stays in the cache of one thread; the last blocks are split: all end at once
             tail = min(len(blocks), 2 * workers) if workers > 1 else 0
             parts = spans(window.vectors, min(_PARTS, window.vectors))
             items = [(block, 0, window.vectors) for block in blocks[: len(blocks) - tail]]
