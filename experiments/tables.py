@@ -47,13 +47,16 @@ METHODS = {
     "magnitude": "magnitude",
     "magnitude_permuted": "magnitude, permuted",
     "paper": "the paper's recipe",
+    "paper_tuned": "the same at its best",
     "halve": "halve",
     "halve_recalibrated": "halve, recalibrated",
+    "halve_norms": "halve, norms learned",
+    "halve_plan": "halve, where it pays",
 }
 SYSTEMS = {
     "eager": "eager",
     "compile": "torch.compile",
-    "compile_freezing": "with freezing",
+    "compile_freezing": "torch.compile, freezing",
     "best_dense": "folded, dense",
     "halve_dense": "our kernels, dense",
     "halve": "halve",
@@ -155,8 +158,8 @@ def speed_limit() -> str:
     """What the README says under "Limits"."""
     return prose(
         f"- **Networks.** Speed on a GPU has been measured on {_networks()}: {span(speedups(1))}x. Where little time "
-        f"is spent in masked layers, the gain comes from fusion and from kernels for depthwise convolutions and "
-        f"pooling, not from masks."
+        "is spent in masked layers, the gain comes from fusion and from kernels for depthwise convolutions and "
+        "pooling, not from masks."
     )
 
 
@@ -235,14 +238,18 @@ def learn_gpu() -> str:
 def gpu() -> str:
     """Whole networks on a GPU: milliseconds per batch, and the speed-up over the best dense version."""
     ms, rows = times(), []
+    systems = {system: name for system, name in SYSTEMS.items() if any(key[2] == system for key in ms)}
     for network, batch in networks_and_batches():
-        found = [ms.get((network, batch, system)) for system in SYSTEMS]
+        found = [ms.get((network, batch, system)) for system in systems]
         dense, ours = best_dense(network, batch), ms.get((network, batch, "halve"))
         ratio = f"{dense / ours:.2f}x" if dense and ours else ""
         rows.append([f"{name_of(network)}, batch {batch}", *("" if t is None else f"{t:.3f}" for t in found), ratio])
     records = recorded("benchmarks/results/gpu.json")
-    note = f"{measured_on(records)}; {records[0]['dtype']}, 224 px (`benchmarks/bench_gpu.py`)."
-    return f"{table(['ms per batch', *SYSTEMS.values(), 'over the fastest dense'], rows)}\n\n{note}"
+    note = (
+        f"{measured_on(records)}; {records[0]['dtype']}, 224 px (`benchmarks/bench_gpu.py`). Systems without a time "
+        "were not part of that run."
+    )
+    return f"{table(['ms per batch', *systems.values(), 'over the fastest dense'], rows)}\n\n{prose(note)}"
 
 
 def cpu() -> str:

@@ -208,7 +208,8 @@ def planned_joins(
 def joined_form(body: GraphModule, joins: Sequence[Join]) -> GraphModule:
     """The network with these layers joined. It shares all other layers."""
     form = GraphModule(body, copy.deepcopy(body.graph))
-    for number, join in enumerate(joins):
+    earlier = sum(name.startswith("joined") for name, _ in form.named_children())
+    for number, join in enumerate(joins, earlier):
         nodes = {form.get_submodule(str(node.target)): node for node in form.graph.nodes if node.op == "call_module"}
         form.add_submodule(name := f"joined{number}", join.both)
         join.pair.replace(form, name, nodes)

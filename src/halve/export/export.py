@@ -160,10 +160,11 @@ def export(
     reference = outputs_of(masked, inputs)
     quantizer = None
     if int8:
-        images = CalibrationImages.of(calibrate, entry.inputs)
+        images = CalibrationImages.of(calibrate, entry.inputs, inputs)
         quantizer = Quantizer(images, _plain(entry, clone(model)), max_drop, progress)
     [network] = (
-        prepared(masked, x, chosen, entry.prefix) for x in tracked([inputs], progress, "capturing the network")
+        prepared(masked, x, chosen, entry.prefix, entry.names(len(x)))
+        for x in tracked([inputs], progress, "capturing the network")
     )
     done = _write(path, network, reference, masks, chosen, quantizer, entry)
     return replace(done, notes=(*entry.notes, *done.notes))

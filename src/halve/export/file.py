@@ -3,6 +3,7 @@
 import hashlib
 import math
 import os
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,6 +19,7 @@ from halve.masks import storage
 FORMAT = "halve.onnx"  # of files that `export` wrote, in their metadata
 MAX_BYTES = 1_900_000_000  # protobuf holds at most 2 GiB; weights of larger networks go to a file beside it
 DATA_SUFFIX = ".data"
+_MAX_TENSOR = 1 << 33  # bytes of external data, where a file with holes can have any size: far beyond any layer
 _SMALL = 1024  # bytes; smaller tensors stay in the file
 _TYPED = {"float_data": 4, "double_data": 8, "int32_data": 4, "int64_data": 8, "uint64_data": 8}
 _WIDE = "data that does not fit its shape"
@@ -42,11 +44,14 @@ class OnnxFile:
 
 def values_of(tensor: Any, folder: Path) -> NDArray[Any]:
     """The values of a TensorProto; those of external data are read from the folder."""
-    onnx = packages.onnx()
+    onnx, name = packages.onnx(), _shown(tensor.name)
     if tensor.data_location == onnx.TensorProto.EXTERNAL:
         where = _External.of(tensor, folder)
         tensor = onnx.helper.make_tensor(tensor.name, tensor.data_type, tensor.dims, where.read(), raw=True)
-    array: NDArray[Any] = onnx.numpy_helper.to_array(tensor)
+    try:
+        array: NDArray[Any] = onnx.numpy_helper.to_array(tensor)
+    except (ValueError, TypeError) as error:  # a shape that NumPy cannot hold, such as one of 65 dimensions
+        raise FileError(f"the file is damaged: tensor {name} cannot be read: {first_line(error)}") from error
     return array
 
 
@@ -96,17 +101,19 @@ def _tensors_of(graph: Any) -> Iterator[Any]:
 
 def _check_order(path: Path, graph: Any) -> None:
     """Raise unless each node only reads what earlier nodes, inputs or outer graphs produce: so there is no cycle."""
-    later = {name: node for node in graph.node for name in node.output if name}
-    if sum(1 for node in graph.node for name in node.output if name) != len(later):
-        raise FileError(f"{path} is damaged: two nodes of its graph produce the same tensor")
+    constants = [*(t.name for t in graph.initializer), *(t.values.name for t in graph.sparse_initializer)]
+    produced = [name for node in graph.node for name in node.output if name]
+    names = Counter([*constants, *produced])
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise FileError(f"{path} is damaged: its graph has two tensors with the name {_shown(twice[0])}")
+    later = set(produced)
     for node in graph.node:
         if missing := [name for name in node.input if name in later]:
             raise FileError(
                 f"{path} is damaged: its graph is cyclic or not sorted: node {_shown(node.name or node.op_type)} reads "
                 f"{_shown(missing[0])} before it is computed"
             )
-        for name in node.output:
-            later.pop(name, None)
+        later.difference_update(node.output)
 
 
 def _check_tensor(path: Path, tensor: Any) -> int:
@@ -183,8 +190,8 @@ class _External:
                 f"the external data of tensor {name} is {_shown(location)}, outside of the model's folder; "
                 f"it is not read: put the data beside the model"
             )
-        if not target.is_file():
-            raise FileError(f"{root / location}: no such file; the values of tensor {name} are in it")
+        if not os.path.isfile(target):  # False for names that are too long, where Path raises
+            raise FileError(f"{root} has no file {_shown(location)}; the values of tensor {name} are in it")
         size = target.stat().st_size
         try:
             offset = int(entries.get("offset", "0"))
@@ -195,6 +202,8 @@ class _External:
             raise FileError(
                 f"{target} is truncated: tensor {name} is at bytes {offset:,} to {offset + length:,} of {size:,}"
             )
+        if length > _MAX_TENSOR:
+            raise FileError(f"tensor {name} has {length:,} bytes of external data; at most {_MAX_TENSOR:,} are read")
         return cls(target, offset, length)
 
     def read(self) -> bytes:

@@ -202,6 +202,13 @@ def test_variants():
     assert dense.variants(Piece(conv(8, 3, 3), torch.float32), CPU) == ("avx512",)
 
 
+def test_dense_layers_need_a_vector_of_pixels():
+    one, many = [random(8, 16)], [random(16, 16)]
+    assert not FAMILIES["cpu"].fits(one, Linear(20, 16), "avx512")
+    assert FAMILIES["cpu"].fits(many, Linear(20, 16), "avx512")
+    assert FAMILIES["cpu_sp"].fits(one, Linear(20, 16), "avx512")
+
+
 def test_a_weight_that_is_not_2_4_is_refused():
     with pytest.raises(MaskError, match="keeps more than two"):
         FAMILIES["cpu_sp"].pack(Linear(4, 8), {"weight": random(4, 8)})

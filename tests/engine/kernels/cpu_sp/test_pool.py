@@ -3,7 +3,7 @@ import torch
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from halve.engine.kernels.cpu_sp.pool import CpuPool
+from halve.engine.kernels.cpu_sp.family import CpuPool
 from halve.engine.kernels.kernel import Layout, Piece
 from halve.engine.operations import Linear, MaxPool
 from tests.random_masks import random

@@ -98,7 +98,7 @@ def test_code_touches_only_its_buffers(operation, shape, dtype, at_end):
         prepared = layer.prepare(mine, added)
         assert prepared.copies is None
         out_memory = Guarded(prepared.numbers * size, at_end)
-        prepared.launch(x_memory.address, out_memory.address, residual_memory.address)
+        prepared.run(x_memory.address, out_memory.address, residual_memory.address)
         y = out_memory.tensor(dtype, prepared.shape, prepared.strides)
         tensors = {"weight": weights_of(operation, dtype=dtype)["weight"], "bias": bias}
         assert relative_error(y, operation, tensors, [x, residual]) <= 1e-2

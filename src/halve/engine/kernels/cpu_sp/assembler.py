@@ -57,6 +57,9 @@ class Assembler:
     def load(self, target: int, memory: Memory) -> None:
         self._rex(0x8B, target, memory)
 
+    def store(self, memory: Memory, source: int) -> None:
+        self._rex(0x89, source, memory)
+
     def load_int32(self, target: int, memory: Memory) -> None:
         """Load 32 bits, sign-extended."""
         self._rex(0x63, target, memory)
@@ -75,6 +78,9 @@ class Assembler:
         self._rex(0x81, 0, target)
         self._int32(value)
 
+    def subtract(self, target: int, source: int | Memory) -> None:
+        self._rex(0x2B, target, source)
+
     def multiply(self, target: int, source: int | Memory) -> None:
         self._rex(0x0FAF, target, source)
 
@@ -92,6 +98,9 @@ class Assembler:
     def decrement(self, target: int) -> None:
         self._rex(0xFF, 1, target)
 
+    def increment_memory(self, memory: Memory) -> None:
+        self._rex(0xFF, 0, memory)
+
     def fetch_and_add(self, memory: Memory, register: int) -> None:
         """Add the register to memory, atomically, and set it to what was there."""
         self.code.append(0xF0)
@@ -108,6 +117,13 @@ class Assembler:
 
     def ret(self) -> None:
         self.code.append(0xC3)
+
+    def pause(self) -> None:
+        self.code += bytes([0xF3, 0x90])
+
+    def system_call(self) -> None:
+        """The system call whose number is in rax. Overwrites rax, rcx and r11."""
+        self.code += bytes([0x0F, 0x05])
 
     # Jumps: forward ones are patched by `land`.
 

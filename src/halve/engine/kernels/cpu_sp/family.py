@@ -12,21 +12,23 @@ import torch
 from torch import Tensor
 
 from halve.engine.kernels.cpu_sp import features, memory
+from halve.engine.kernels.cpu_sp.chain import can_join, run_chain
 from halve.engine.kernels.cpu_sp.packing import Packed, pack, pack_dense, packed_shapes, unpack
-from halve.engine.kernels.cpu_sp.pool import max_pool
+from halve.engine.kernels.cpu_sp.pool import MAX_TAPS, max_pool
 from halve.engine.kernels.cpu_sp.program import ARITHMETIC, known_program, program_for
 from halve.engine.kernels.cpu_sp.version import version
-from halve.engine.kernels.kernel import KernelFamily, Layout, Piece
+from halve.engine.kernels.cpu_sp.worker import LANES
+from halve.engine.kernels.kernel import KernelFamily, Layout, Link, Piece
 from halve.engine.kernels.planes import has_rows
-from halve.engine.operations import Convolution, Linear, Operation, PooledConvolution, Tensors
+from halve.engine.operations import Convolution, Linear, MaxPool, Operation, PooledConvolution, Tensors
 
 MAX_VALUES = 8 << 20  # of a layer: 10 bytes of code each, or 5 in bfloat16
 _WIDTH = 4
 _VECTORS = ("bias", "scale")  # of the output channels
 
 
-class _Cpu(KernelFamily):
-    device_type = "cpu"
+class _OnPlanes(KernelFamily):
+    device_type = chain = "cpu"
     reads = writes = Layout.PLANES
 
     @property
@@ -36,6 +38,18 @@ class _Cpu(KernelFamily):
     def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
         return features.unavailable(device, dtype, ARITHMETIC) or memory.unavailable()
 
+    def runs(self, x: Tensor) -> bool:
+        """Whether the machine code runs on an input."""
+        return x.is_cpu and self.unavailable(x.device, x.dtype) is None
+
+    def can_join(self, operation: Operation, shape: Sequence[int]) -> bool:
+        return can_join(operation, shape)
+
+    def run_chain(self, inputs: Sequence[Tensor], links: Sequence[Link], outputs: Sequence[int]) -> list[Tensor] | None:
+        return run_chain(inputs, links, outputs) if all(x.numel() and self.runs(x) for x in inputs) else None
+
+
+class _Cpu(_OnPlanes):
     def variants(self, piece: Piece, device: torch.device) -> Sequence[str]:
         operation = piece.operation
         if not isinstance(operation, Convolution | Linear | PooledConvolution) or piece.dtype not in ARITHMETIC:
@@ -63,6 +77,10 @@ class _Cpu(KernelFamily):
             return [x, *super().laid_out(residual, operation)]
         return super().laid_out(inputs, operation)
 
+    def fits(self, inputs: Sequence[Tensor], operation: Operation, variant: str) -> bool:
+        """Dense layers on less than a vector of pixels would mostly wait for code, which is larger than the weights."""
+        return self.sparse or operation.size(inputs[0]) >= LANES
+
     def run(self, inputs: Sequence[Tensor], packed: Tensors, operation: Operation, variant: str) -> Tensor:
         x, residual = inputs[0], inputs[1] if len(inputs) > 1 else None
         if isinstance(operation, PooledConvolution) and x.numel() and self.runs(x):
@@ -80,10 +98,6 @@ class _Cpu(KernelFamily):
         assert isinstance(operation, Convolution | Linear)
         return program_for(operation, *given).run(x, residual)
 
-    def runs(self, x: Tensor) -> bool:
-        """Whether the machine code runs on an input."""
-        return x.is_cpu and self.unavailable(x.device, x.dtype) is None
-
 
 class CpuSparse(_Cpu):
     name = "cpu_sp"
@@ -92,6 +106,25 @@ class CpuSparse(_Cpu):
 
 class CpuDense(_Cpu):
     name = "cpu"
+
+
+class CpuPool(_OnPlanes):
+    """Max pooling between layers on planes."""
+
+    name = "cpu_pool"
+
+    def variants(self, piece: Piece, device: torch.device) -> Sequence[str]:
+        operation = piece.operation
+        if not isinstance(operation, MaxPool) or piece.dtype not in ARITHMETIC:
+            return ()
+        return ("avx512",) if operation.kernel[0] * operation.kernel[1] <= MAX_TAPS else ()
+
+    def run(self, inputs: Sequence[Tensor], packed: Tensors, operation: Operation, variant: str) -> Tensor:
+        [x] = inputs
+        assert isinstance(operation, MaxPool)
+        if x.device.type != "cpu" or x.dtype not in ARITHMETIC or not x.numel():
+            return operation.reference(inputs, packed)
+        return max_pool(x, operation)
 
 
 def _convolution(operation: Operation) -> Convolution:
