@@ -1,6 +1,7 @@
 """Chains compute exactly what their layers do one by one, and touch only their buffers."""
 
 import gc
+import threading
 import weakref
 from dataclasses import replace
 
@@ -132,6 +133,26 @@ def test_chains_of_any_form(layers, images, size, inputs, data):
     got = run_chain(given_inputs, links, outputs)
     for y, expected in zip(got, one_by_one(given_inputs, links, outputs), strict=True):
         assert torch.equal(y, expected)
+
+
+def test_several_python_threads_at_once(threads):
+    threads(2)
+    links, wrong = residual_network(), []
+    images = [random(2, 3, 64, 64, seed=seed) for seed in range(3)]
+    expected = [one_by_one([x], links, (7,))[0] for x in images]
+
+    def run(number):
+        for _ in range(20):
+            [y] = run_chain([images[number]], links, (7,))
+            if not torch.equal(y, expected[number]):
+                wrong.append(number)
+
+    running = [threading.Thread(target=run, args=(number,)) for number in range(3)]
+    for one in running:
+        one.start()
+    for one in running:
+        one.join()
+    assert not wrong
 
 
 def test_linear_layers(threads):
