@@ -9,7 +9,7 @@ NETWORK, CHECKPOINT, BATCH = "resnet50", "resnet50_v1", 256
 DENSE = {"compile_freezing": "torch.compile", "best_dense": "folded, dense"}
 POINTS = {
     "magnitude": "largest weights kept",
-    "magnitude_permuted": "the same, channels permuted",
+    "magnitude_permuted": "largest weights, channels permuted",
     "halve": "learned by halve",
 }
 CPU_SYSTEMS = {"compile_freezing": "torch.compile, freezing", "onnxruntime": "ONNX Runtime", "openvino": "OpenVINO"}
