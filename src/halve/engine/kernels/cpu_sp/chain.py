@@ -15,12 +15,12 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdRef
 
+from halve.engine.kernels.cpu_sp.features import AVX512, arithmetic_for
 from halve.engine.kernels.cpu_sp.geometry import Geometry, geometry, splitting
 from halve.engine.kernels.cpu_sp.memory import empty
 from halve.engine.kernels.cpu_sp.packing import Packed
 from halve.engine.kernels.cpu_sp.pool import pool_phase
 from halve.engine.kernels.cpu_sp.program import (
-    ARITHMETIC,
     CACHED_BYTES,
     EMITTED,
     Program,
@@ -55,7 +55,7 @@ def can_join(operation: Operation, shape: Sequence[int]) -> bool:
 def run_chain(inputs: Sequence[Tensor], links: Sequence[Link], outputs: Sequence[int]) -> list[Tensor] | None:
     """Run layers on inputs of any layout. None if some layer cannot be part of a chain, or dtypes differ."""
     shapes = [tuple(x.shape) for x in inputs]
-    if len({x.dtype for x in inputs}) > 1:
+    if len({x.dtype for x in inputs}) > 1 or arithmetic_for(inputs[0].dtype, AVX512) is None:
         return None
     for link in links:
         if not all(0 <= number < len(shapes) for number in link.inputs):
@@ -117,7 +117,7 @@ class Chain:
             pooled = isinstance(operation, PooledConvolution)
             layer = operation.convolution if isinstance(operation, PooledConvolution) else operation
             packed = Packed(link.packed["values"], link.packed.get("codes"))
-            program = program_for(layer, packed, link.packed.get("bias"), link.packed.get("scale"))  # type: ignore[arg-type]
+            program = program_for(layer, packed, link.packed.get("bias"), link.packed.get("scale"), AVX512)  # type: ignore[arg-type]
             self._links.append(_Link(program, link.inputs, next(extra) if pooled else result))
             if isinstance(operation, PooledConvolution):
                 self._links.append(_Link(operation.pool, (self._links[-1].result,), result))
@@ -211,7 +211,7 @@ class _Plan:
 
     def __init__(self, links: Sequence[_Link], outputs: Sequence[int], inputs: Sequence[Tensor]) -> None:
         self._links, self._outputs, self._given = links, outputs, inputs
-        self._dtype, self._size = inputs[0].dtype, ARITHMETIC[inputs[0].dtype].size
+        self._size = inputs[0].element_size()
         self._workers = torch.get_num_threads()
         self._shapes = {number: tuple(x.shape) for number, x in enumerate(inputs)}
         for link in links:
@@ -237,7 +237,8 @@ class _Plan:
                 phases.append(self._together(first, end))
             else:
                 phases += self._alone(first)
-        return _Prepared(Schedule(phases, self._size, self._workers), results, max(self._memory.size, 1))
+        schedule = Schedule(phases, self._size * LANES, self._workers)
+        return _Prepared(schedule, results, max(self._memory.size, 1))
 
     def _channel_dim(self, value: int) -> int:
         return next(link.operation.channel_dim for link in self._links if value in (*link.inputs, link.result))
