@@ -10,7 +10,7 @@ from typer.main import get_command
 
 from halve.cli.app import COMMANDS, app, command
 
-WIDTH = 100  # columns
+WIDTH = 90  # columns
 
 
 def help_of(name: str | None = None) -> str:

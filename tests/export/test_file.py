@@ -38,6 +38,14 @@ def test_changed_bytes_never_raise_anything_else(copied):
             str(halve.check_onnx(copied))
 
 
+@pytest.mark.parametrize("name", [b"body", b"halve.masks", b"image", b"strides"])
+def test_names_that_are_no_text_are_refused(copied, name):
+    content = copied.read_bytes()
+    assert name in content
+    copied.write_bytes(content.replace(name, b"\xff" * len(name)))
+    refused(copied, "is not valid UTF-8")
+
+
 def test_other_files_are_refused(tmp_path):
     path = tmp_path / "net.onnx"
     refused(path, "no such file")

@@ -13,6 +13,7 @@ from halve.batches import Progress, images_of, iterate, tracked
 from halve.errors import DataError, ModelError, listed
 from halve.export import packages
 from halve.export.calibration import METHODS, limits, measured
+from halve.export.file import MAX_BYTES, is_large
 from halve.export.network import outputs_of
 from halve.export.quantize import Quantizable, activations_of, quantizable, quantize_
 from halve.export.runtime import Session
@@ -209,6 +210,8 @@ class Quantizer:
             dtype: The name of that dtype.
             exact: The same network in float32.
         """
+        if is_large(exact):
+            raise ModelError(f"int8 needs a network of at most {MAX_BYTES:,} bytes in float32, protobuf's limit")
         in_float = {"float32": exact} | ({} if dtype == "float32" else {dtype: model})
         quality = {name: self.quality(one.SerializeToString()) for name, one in in_float.items()}
         trials = _Trials(self, exact)

@@ -47,6 +47,7 @@ class Geometry:
     """How an operation reads images of one size."""
 
     images: int
+    lanes: int  # pixels in a vector
     out: tuple[int, int]
     planes: tuple[tuple[int, int], ...]  # where each starts
     direct: bool  # the input itself is the only plane
@@ -62,7 +63,7 @@ class Geometry:
 
 
 @functools.lru_cache(256)
-def geometry(window: Convolution | MaxPool, images: int, height: int, width: int) -> Geometry:
+def geometry(window: Convolution | MaxPool, images: int, height: int, width: int, lanes: int = LANES) -> Geometry:
     """The geometry of an operation on images of this size. The masks take 2 bytes per vector and tap."""
     out = tuple(window.out_shape((images, 1, height, width))[2:])
     rows, columns = (
@@ -85,11 +86,14 @@ def geometry(window: Convolution | MaxPool, images: int, height: int, width: int
     for tap, (row, column) in enumerate(taps):
         valid[1 + tap, :, row.low : row.high, column.low : column.high] = True
     pixels = images * out[0] * out[1]
-    flat = np.zeros((1 + len(taps), -(-pixels // LANES), LANES), bool)
-    flat.reshape(1 + len(taps), -1)[:, :pixels] = valid.reshape(1 + len(taps), -1)
-    masks = np.packbits(flat, axis=-1, bitorder="little").view(np.uint16)[..., 0]
+    flat = np.zeros((1 + len(taps), -(-pixels // lanes) * lanes), bool)
+    flat[:, :pixels] = valid.reshape(1 + len(taps), -1)
+    padded = np.zeros((1 + len(taps), flat.shape[1] // lanes, LANES), bool)
+    padded[..., :lanes] = flat.reshape(1 + len(taps), -1, lanes)
+    masks = np.packbits(padded, axis=-1, bitorder="little").view(np.uint16)[..., 0]
     return Geometry(
         images,
+        lanes,
         out,
         tuple(planes),
         direct,
@@ -119,7 +123,7 @@ def copied_planes(x: Tensor, shape: Geometry) -> Tensor:
     """The planes of an input: (N, planes * channels, H, W) in the output's size."""
     images, channels, height, width = x.shape
     planes = new_planes((images, len(shape.planes) * channels, *shape.out), 1, x.dtype)
-    if shape.halves is not None and has_rows(x):
+    if shape.halves is not None and has_rows(x) and shape.lanes == LANES:  # splitting takes AVX-512
         strides, pitch = x.stride()[:2], planes.stride(1)
         split = _splitting(shape, channels, height, width, strides, pitch, x.element_size(), torch.get_num_threads())
         split(x.data_ptr(), planes.data_ptr())
@@ -141,7 +145,7 @@ def _splitting(
     workers: int,
 ) -> Schedule:
     phase = splitting(shape, channels, height, width, strides, pitch, Operand(0), Operand(1), size, workers)
-    return Schedule([phase], size, workers)
+    return Schedule([phase], size * LANES, workers)
 
 
 def splitting(

@@ -55,7 +55,7 @@ def _schedule(
     window = geometry(operation, images, height, width)
     x, out = (Operand(place, pitch=size * pitch) for place, pitch in enumerate(pitches))
     small = window.vectors * channels * len(window.shifts) <= _SMALL
-    return Schedule([pool_phase(window, channels, x, out, size)], size, 1 if small else workers)
+    return Schedule([pool_phase(window, channels, x, out, size)], size * LANES, 1 if small else workers)
 
 
 def pool_phase(window: Geometry, channels: int, x: Operand, out: Operand, size: int) -> Phase:

@@ -16,23 +16,22 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdRef
 
-from halve.engine.kernels.cpu_sp.arithmetic import LINE, Arithmetic, BFloat16, Float32
+from halve.engine.kernels.cpu_sp.arithmetic import LINE, Arithmetic
 from halve.engine.kernels.cpu_sp.emit import LINES_AHEAD, Shape, emit_block
+from halve.engine.kernels.cpu_sp.features import ARITHMETICS, AVX512, DTYPES
 from halve.engine.kernels.cpu_sp.geometry import Geometry, copied_planes, geometry
 from halve.engine.kernels.cpu_sp.memory import Block, Executable, empty
 from halve.engine.kernels.cpu_sp.packing import Packed, packed_shapes, places_of
-from halve.engine.kernels.cpu_sp.worker import LANES, Operand, Phase, Schedule, spans
+from halve.engine.kernels.cpu_sp.worker import Operand, Phase, Schedule, spans
 from halve.engine.kernels.planes import empty_planes, is_planes
 from halve.engine.operations import ACTIVATIONS, Convolution, Linear
 from halve.errors import EngineError
 
-ARITHMETIC: dict[torch.dtype, Arithmetic] = {torch.float32: Float32(), torch.bfloat16: BFloat16()}
 _BLOCK_BYTES = 1 << 20  # of code and weights, at most: a block runs many times and should stay in the L2 cache
 _BYTES_PER_PRODUCT = 11  # of code and weights
 _LEAST_ROWS = 8  # fewer accumulators than this wait for each other
 CACHED_BYTES = 1 << 20  # of code and weights: the code of smaller layers stays in the L2 cache, tile after tile
 _TILE_BYTES = 128 << 10  # of the input that a tile of such a layer reads: it stays in the cache, block after block
-_LEAST_TILE = 4  # vectors
 _ITEMS_PER_WORKER = 8
 _PARTS = 4  # of a block that several threads share
 _SMALL = 100_000  # multiply-adds that are not worth a second thread
@@ -75,13 +74,19 @@ class Program:
     """Code and weights of a layer."""
 
     def __init__(
-        self, operation: Convolution | Linear, packed: Packed, bias: Tensor | None, scale: Tensor | None = None
+        self,
+        operation: Convolution | Linear,
+        packed: Packed,
+        bias: Tensor | None,
+        scale: Tensor | None = None,
+        instructions: str = AVX512,
     ) -> None:
+        self.instructions = instructions
         self.operation, self._convolution = operation, operation.convolution
         self._sources = sources_of((*packed, bias, scale))
         self._dtype = packed.values.dtype
         _check_weights(self._convolution, packed, bias, scale)
-        arithmetic = ARITHMETIC[self._dtype]
+        arithmetic = self._arithmetic = ARITHMETICS[instructions][self._dtype]
         self._size = arithmetic.size
         rows, taps, groups, kept = packed.values.shape
         width = self._convolution.channels // groups
@@ -161,14 +166,14 @@ class Program:
         )
         workers = torch.get_num_threads() if self._worthwhile(window) else 1
         numbers = out.stride(channel_dim) * self.operation.rows
-        schedule = Schedule([phase], self._size, workers)
+        schedule = Schedule([phase], self._arithmetic.vector_bytes, workers)
         return Prepared(schedule, None if window.direct else window, numbers, tuple(shape), out.stride())
 
     def window(self, shape: Sequence[int]) -> Geometry:
         """How the layer reads an input of this shape."""
         if self.operation.channel_dim == 1:
-            return geometry(self._convolution, shape[0], shape[2], shape[3])
-        return geometry(self._convolution, 1, math.prod(shape[:-1]), 1)
+            return geometry(self._convolution, shape[0], shape[2], shape[3], self._arithmetic.lanes)
+        return geometry(self._convolution, 1, math.prod(shape[:-1]), 1, self._arithmetic.lanes)
 
     def phase(self, window: Geometry, x: Operand, out: Operand, residual: Operand | None, workers: int) -> Phase:
         """The layer on planes of x."""
@@ -184,6 +189,7 @@ class Program:
             out,
             residual,
             code_step=LINE * min(LINES_AHEAD, math.ceil(self._group_lines / items[:, 2].max())),
+            constants=self._arithmetic.constants,
             kept=(self,),
         )
 
@@ -194,11 +200,14 @@ class Program:
     def _items(self, window: Geometry, workers: int) -> npt.NDArray[np.int32]:
         """The items of work, in the order in which threads take them."""
         blocks, channels = range(len(self._blocks)), self._convolution.channels * len(window.planes)
+        fitting = _TILE_BYTES // (self._arithmetic.vector_bytes * channels)
+        tiles = -(-window.vectors // max(self._arithmetic.least_tile, fitting))
         if self.bytes <= CACHED_BYTES:  # the input of a tile stays in the cache
-            tiles = -(-window.vectors // max(_LEAST_TILE, _TILE_BYTES // (self._size * LANES * channels)))
             if workers > 1:
                 tiles = max(tiles, min(-(-_ITEMS_PER_WORKER * workers // len(blocks)), window.vectors))
             items = [(block, first, count) for first, count in spans(window.vectors, tiles) for block in blocks]
+        elif self._arithmetic.always_tiles:
+            items = [(block, first, count) for block in blocks for first, count in spans(window.vectors, tiles)]
         else:  # the code of a block stays in the cache of one thread; the last blocks are split: all end at once
             tail = min(len(blocks), 2 * workers) if workers > 1 else 0
             parts = spans(window.vectors, min(_PARTS, window.vectors))
@@ -226,28 +235,36 @@ _lock = threading.Lock()
 
 
 def known_program(
-    operation: Convolution | Linear, packed: Packed, bias: Tensor | None, scale: Tensor | None = None
+    operation: Convolution | Linear,
+    packed: Packed,
+    bias: Tensor | None,
+    scale: Tensor | None = None,
+    instructions: str = AVX512,
 ) -> Program | None:
     """The program of packed weights that have not changed since it was made. Runs before every layer."""
     for program in _programs.get(id(packed.values), _NONE)[1]:
-        if (program.operation is operation or program.operation == operation) and program.made_from(
-            packed, bias, scale
-        ):
+        same = program.operation is operation or program.operation == operation
+        if same and program.instructions == instructions and program.made_from(packed, bias, scale):
             return program
     return None
 
 
 def program_for(
-    operation: Convolution | Linear, packed: Packed, bias: Tensor | None, scale: Tensor | None = None
+    operation: Convolution | Linear,
+    packed: Packed,
+    bias: Tensor | None,
+    scale: Tensor | None = None,
+    instructions: str = AVX512,
 ) -> Program:
     """The program of packed weights. Emits code on first use, and again if the weights have changed."""
     with _lock:
-        found = known_program(operation, packed, bias, scale)
+        found = known_program(operation, packed, bias, scale, instructions)
         if found is not None:
             return found
-        program, key = Program(operation, packed, bias, scale), id(packed.values)
+        program, key = Program(operation, packed, bias, scale, instructions), id(packed.values)
         reference = WeakIdRef(packed.values, lambda _: _programs.pop(key, None))
-        others = [one for one in _programs.get(key, _NONE)[1] if one.operation != operation]
+        known = _programs.get(key, _NONE)[1]
+        others = [one for one in known if (one.operation, one.instructions) != (operation, instructions)]
         _programs[key] = reference, [*others, program]
         return program
 
@@ -272,8 +289,8 @@ def _code_for(arithmetic: Arithmetic, vectors: npt.NDArray[np.uint8], width: int
 
 def _check_weights(convolution: Convolution, packed: Packed, bias: Tensor | None, scale: Tensor | None) -> None:
     """Raise `EngineError` if these are not the weights of the layer."""
-    if packed.values.dtype not in ARITHMETIC:
-        raise EngineError(f"the weight must be {' or '.join(map(str, ARITHMETIC))}, got {packed.values.dtype}")
+    if packed.values.dtype not in DTYPES:
+        raise EngineError(f"the weight must be {' or '.join(map(str, DTYPES))}, got {packed.values.dtype}")
     if convolution.groups != 1:
         raise EngineError(f"the layer must have one group, got {convolution.groups}")
     values, codes = packed_shapes(convolution.weight_shape, sparse=packed.codes is not None)

@@ -55,7 +55,7 @@ _PHASE_BYTES = 8 * len(FIELDS)
 _HEADER = ("slots", "bytes")  # of a call: slots that are taken, and the size of all phases in turn; phases follow
 _SPINS = 2000  # looks at the other threads' progress before giving way to other processes
 _SCHED_YIELD = 24  # system call
-_TWICE = np.arange(32, dtype=np.uint16) // 2  # the constants: 0, 0, 1, 1, ..
+_NONE = np.zeros(1, np.int64)
 
 
 def field(name: str) -> Memory:
@@ -81,6 +81,7 @@ class Phase(NamedTuple):
     masks: (vectors, 1 + taps): the lanes that hold pixels, and those that each tap reads.
     taps: the distance of each tap from the output's pixel, in bytes.
     code_step: how many bytes of the next block's code each group of channels fetches.
+    constants: what functions find at the address in the field of this name.
     kept: whatever else must live as long as the phase.
     """
 
@@ -92,6 +93,7 @@ class Phase(NamedTuple):
     out: Operand
     residual: Operand | None = None
     code_step: int = 0
+    constants: npt.NDArray[np.generic] = _NONE
     kept: tuple[object, ...] = ()
 
 
@@ -105,16 +107,16 @@ class Together(NamedTuple):
 class Schedule:
     """Phases for inputs of some shapes, ready to run on any inputs of these shapes."""
 
-    def __init__(self, phases: Sequence[Phase | Together], size: int, workers: int) -> None:
+    def __init__(self, phases: Sequence[Phase | Together], vector_bytes: int, workers: int) -> None:
         """Prepare phases.
 
         Args:
             phases: to run one after the other.
-            size: bytes of a number.
+            vector_bytes: bytes of a vector of pixels.
             workers: number of threads.
         """
         self._workers = workers
-        self._worker, alone = _worker(size)
+        self._worker, alone = _worker(vector_bytes)
         inner = [phase for one in phases if isinstance(one, Together) for phase in one.phases]
         outer, at = [], 8 * len(_HEADER) + _PHASE_BYTES * len(phases)
         for one in phases:
@@ -123,13 +125,15 @@ class Schedule:
         self._phases = [*outer, *inner]  # their arrays must live as long as their addresses are used
         call = [0, _PHASE_BYTES * len(outer), *itertools.chain.from_iterable(map(_values, self._phases))]
         self._call = np.array(call, np.int64)
-        self._places, self._addresses = [], []  # of operands
+        places, self._addresses = [], []  # of operands
         for number, phase in enumerate(self._phases):
             for name in _OPERANDS:
                 operand = getattr(phase, name)
                 if operand is not None:
-                    self._places.append(len(_HEADER) + number * len(FIELDS) + FIELDS.index(name))
+                    places.append(len(_HEADER) + number * len(FIELDS) + FIELDS.index(name))
                     self._addresses.append(operand.address)
+
+        self._places = np.array(places)
 
     def __call__(self, *addresses: int) -> None:
         """Run on memory at these addresses. What is written are planes of whole vectors."""
@@ -147,7 +151,7 @@ def _values(phase: Phase) -> list[int]:
         "masks": phase.masks.ctypes.data,
         "mask_bytes": phase.masks.strides[0],
         "taps": phase.taps.ctypes.data,
-        "constants": _TWICE.ctypes.data,
+        "constants": phase.constants.ctypes.data,
         "code_step": phase.code_step,
     }
     for name in _OPERANDS:
@@ -182,8 +186,8 @@ _COUNTER = _END = Memory(RSP, 0)
 
 
 @functools.cache
-def _code(size: int) -> tuple[Executable, int]:
-    """The worker for numbers of this many bytes, and the place of the function that runs phases alone.
+def _code(vector_bytes: int) -> tuple[Executable, int]:
+    """The worker for vectors of this many bytes, and the place of the function that runs phases alone.
 
     A function that it calls finds, in bytes:
 
@@ -218,7 +222,7 @@ def _code(size: int) -> tuple[Executable, int]:
     a.fetch_and_add(field("counter"), RAX)
     a.compare(RAX, field("items"))
     none_left = a.jump_forward("ae")
-    _run_item(a, size)
+    _run_item(a, vector_bytes)
     a.mov_immediate(RAX, 1)
     a.fetch_and_add(field("finished"), RAX)
     a.jump_back(item)
@@ -265,7 +269,7 @@ def _code(size: int) -> tuple[Executable, int]:
     a.load(RAX, _COUNTER)
     a.compare(RAX, field("items"))
     none_left = a.jump_forward("ae")
-    _run_item(a, size)
+    _run_item(a, vector_bytes)
     a.increment_memory(_COUNTER)
     a.jump_back(item)
     a.land(none_left)
@@ -278,13 +282,13 @@ def _code(size: int) -> tuple[Executable, int]:
     return Executable(np.frombuffer(bytes(a.code), np.uint8)), alone
 
 
-def _worker(size: int) -> tuple[int, int]:
+def _worker(vector_bytes: int) -> tuple[int, int]:
     """The addresses of the worker, and of the function that runs phases alone."""
-    code, alone = _code(size)
+    code, alone = _code(vector_bytes)
     return code.address, code.address + alone
 
 
-def _run_item(a: Assembler, size: int) -> None:
+def _run_item(a: Assembler, vector_bytes: int) -> None:
     """Run the item whose number is in rax."""
     a.shift_left(RAX, 4)
     a.add(RAX, field("table"))
@@ -302,7 +306,7 @@ def _run_item(a: Assembler, size: int) -> None:
     a.mov(R9, RDI)
     a.multiply(R9, field("mask_bytes"))
     a.add(R9, field("masks"))
-    a.shift_left(RDI, (size * LANES).bit_length() - 1)
+    a.shift_left(RDI, vector_bytes.bit_length() - 1)
     for pointer, pitch, name in ((RBX, None, "x"), (RDX, R12, "out"), (RCX, R13, "residual")):
         a.mov(pointer, RDI)
         a.add(pointer, field(name))
