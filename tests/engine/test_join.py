@@ -168,6 +168,7 @@ def test_the_end_of_a_block_and_what_reads_it_are_joined(kernel, tmp_path):
     assert again.plan.joins == fast.plan.joins
     assert torch.equal(again(x), fast(x))
     assert len(again._bodies) == 1
+    assert again.plan.uncompiled == {}
 
 
 def test_other_batch_sizes_run_separately(kernel):
@@ -197,6 +198,7 @@ def test_joins_of_a_plan_that_do_not_fit_the_network_are_ignored(kernel):
         again.warmup(2)
         torch.testing.assert_close(again(x), expected, atol=5e-2, rtol=5e-2)
         assert len(again._bodies) == 0
+        assert again.plan.uncompiled == {"joined layers": "1 of 1 not used at batch size 2: no kernel here"}
 
 
 def test_an_updated_checkpoint_takes_over_the_joins(kernel):

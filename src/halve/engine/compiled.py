@@ -32,7 +32,7 @@ from halve.process_state import preserved_process_state
 
 _NHWC = torch.channels_last
 _MAX_SHAPES = 4096  # shapes remembered as valid
-CUDA_GRAPH, INDUCTOR = "CUDA graph", "Inductor"  # their names in `Plan.uncompiled`
+CUDA_GRAPH, INDUCTOR, JOINS = "CUDA graph", "Inductor", "joined layers"  # their names in `Plan.uncompiled`
 
 
 class Compiled(nn.Module):
@@ -238,7 +238,10 @@ class Compiled(nn.Module):
         kernels = {layer: layer.kernel_for(layer_size) for layer, layer_size in sizes.items()}
         entries, body, used = self.plan.batches.get(size, []), self.body, kernels
         if planned:
-            joins = planned_joins(body, self.plan.joins.get(size, []), sizes, self.device)
+            wanted = self.plan.joins.get(size, [])
+            joins = planned_joins(body, wanted, sizes, self.device)
+            if lost := len(wanted) - len(joins):
+                self.plan.uncompiled[JOINS] = f"{lost} of {len(wanted)} not used at batch size {size}: no kernel here"
         else:
             joins = [] if self.reason is not None else self.faster_joins(inputs, entries)
         if joins:
