@@ -2,7 +2,8 @@
 
     python experiments/export.py ASSETS WORK [--networks resnet18 ...] [--photos] [--gpu-only]
 
-ASSETS has the checkpoints and photos, as for one_shot.py. WORK keeps masks and ONNX files: what is there is used again.
+ASSETS has the checkpoints and photos, as for one_shot.py. WORK keeps masks, and for each of them a folder, named by its
+digest, with ONNX files and scores: what is there is used again.
 ResNet-50 has the weights of its checkpoint; the other networks have random weights and random BatchNorm statistics, as
 only the round trip is looked at. Masks are made in one shot, unless WORK has others: what `accuracy.py --masks` kept
 goes there as resnet50_v1.masks.safetensors. --photos also measures ResNet-50's files on 500 photos. As onnxruntime
@@ -76,7 +77,7 @@ def round_trip(name: str, assets: Path, work: Path) -> dict[str, Any]:
     record |= {"images": len(images), "size": NETWORKS[name]}
     for dtype in (torch.float32, torch.float16):
         key = str(dtype).removeprefix("torch.")
-        done = halve.export(model, masks, images, work / f"{name}.{key}.onnx", dtype=dtype)
+        done = halve.export(model, masks, images, made_from(masks, work) / f"{name}.{key}.onnx", dtype=dtype)
         record[key] = {"difference": done.difference, "bytes": done.size}
     eligible = {layer.weight for layer in done.check.eligible}
     record |= {"layers": len(done.check.layers), "eligible": len(done.check.eligible), "likely": len(done.check.likely)}
@@ -98,6 +99,13 @@ def opened(name: str, assets: Path, work: Path) -> tuple[nn.Module, halve.MaskSe
     if not path.exists():
         halve.prune(model).save(path)
     return model, halve.load(path), torch.randn(2, 3, size, size)
+
+
+def made_from(masks: halve.MaskSet, work: Path) -> Path:
+    """The folder for what is made from these masks, so that nothing of others is used again."""
+    folder = work / checksum(masks)[:12]
+    folder.mkdir(exist_ok=True)
+    return folder
 
 
 def photos(folder: Path, limit: int | None = None) -> Tensor:
@@ -127,6 +135,7 @@ def on_photos(assets: Path, work: Path) -> list[dict[str, Any]]:
     """ResNet-50 on 500 photos of 500 classes, in each precision, compared with the dense network in float32."""
     name = "resnet50_v1"
     model, masks, images = opened(name, assets, work)
+    work = made_from(masks, work)
     test = photos(assets / "in1000_dev")
     sparse = halve.apply(model, masks).eval()
     quantized = work / f"{name}.int8.onnx"
@@ -172,7 +181,7 @@ def half_on_photos(assets: Path, work: Path) -> None:
     """Keep the scores of PyTorch in float16 on a GPU."""
     model, masks, images = opened("resnet50_v1", assets, work)
     run = half_runner(halve.apply(model, masks).eval(), images)
-    scores, made = scored(run, photos(assets / "in1000_dev"), scores_file(work, HALF))
+    scores, made = scored(run, photos(assets / "in1000_dev"), scores_file(made_from(masks, work), HALF))
     print(f"{HALF}: {len(scores)} photos", made)
 
 

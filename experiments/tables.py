@@ -498,6 +498,8 @@ def mask_words(mask: dict[str, Any]) -> str:
     'learned in 2,100 steps with seed 0 (sha256 0123456789ab)'
     """
     words = ["learned" if mask["method"] == "learn" else "made in one shot"]
+    if not {"steps_done", "seed"} & mask.keys():
+        words.append("(steps and seed were not recorded)")
     if "steps_done" in mask:
         words.append(f"in {mask['steps_done']:,} steps")
     if "seed" in mask:
