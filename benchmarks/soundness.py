@@ -171,7 +171,7 @@ def cases(seed: int, count: int) -> Iterator[Case]:
 
 
 def _inputs(model: nn.Module, captured: Network, x: Tensor, label: int, size: float, rng: random.Random) -> Case:
-    box = around(x, torch.full_like(x, size))
+    box = around(x[None], torch.full_like(x[None], size))
     generator = torch.Generator().manual_seed(rng.randrange(10**9))
     share = torch.rand(16, *x.shape, generator=generator, dtype=torch.float64)
     share[:8] = share[:8].round()  # corners
@@ -192,17 +192,19 @@ def _weights(model: nn.Module, captured: Network, x: Tensor, label: int, size: f
         moved = {f"{name}.weight": weights[name] + radii[name] * signs[name] for name in names}
         found = min(found, float(margin_of(torch.func.functional_call(model, moved, (x[None],))[0], label)))
     changes = {name: WeightBox(radius) for name, radius in radii.items()}
-    return Case("weights", size, _bounds(captured, Interval(x, x), changes, label, rng), found)
+    return Case("weights", size, _bounds(captured, Interval(x[None], x[None]), changes, label, rng), found)
 
 
 def _bounds(
     captured: Network, box: Interval, changes: dict[str, WeightBox], label: int, rng: random.Random
 ) -> dict[str, float]:
     tight = Bounds(captured, box, changes)
-    found = {"CROWN": tight.margin(label)}
-    found["intervals inside"] = Bounds(captured, box, changes, tighten=False).margin(label)
+    found = {"CROWN": tight.margins([label])[0]}
+    found["intervals inside"] = Bounds(captured, box, changes, tighten=False).margins([label])[0]
     if rng.random() < 0.2:
-        found["optimised"] = tight.margin(label, optimise=True)
+        found["optimised"] = tight.margins([label], optimise=True)[0]
+        inside = Bounds(captured, box, changes, steps=2, known=tight.values)
+        found["optimised inside"] = inside.margins([label], optimise=True)[0]
     return found
 
 

@@ -13,9 +13,9 @@ from halve.certify.certificate import Certificate
 from halve.certify.digests import digest_of_masks, digest_of_model
 from halve.certify.region import region as certify_region
 from halve.certify.reuse import reuse as certify_reuse
-from halve.certify.rounding import exact_convolutions
 from halve.certify.worst_mask import worst_mask as certify_worst_mask
 from halve.errors import CertificateError, OptionError, listed
+from halve.learn.frozen import device_of
 from halve.masks.apply import OnChanged, applied_in_checkpoint_order, apply, check_dense, restore_order
 from halve.masks.mask import MaskSet
 from halve.modules import check_initialised, clone, unwrapped
@@ -128,8 +128,9 @@ def certify(
     if any(options[name] is not None for name in PROOFS):
         assert masks is not None
         masked, dense = applied_in_checkpoint_order(model, masks, on_changed), restore_order(model, masks)
-        with exact_convolutions():
-            found = _proven(masked.cpu(), dense.cpu(), masks, data, digests, options, progress)
+        if device_of(model).type not in ("cpu", "cuda"):  # others have no float64
+            masked, dense = masked.cpu(), dense.cpu()
+        found = _proven(masked, dense, masks, data, digests, options, progress)
     else:
         networks = [apply(model, one, on_changed=on_changed).eval() for one in (masks, against) if one is not None]
         found = _counted(networks or [clone(model).eval()], compared, data, digests, options, forward, progress)
