@@ -367,9 +367,9 @@ class Settings:
         context = self._context(name, run, one)
         record = self.records.load().get(name, {})
         found = record.get("per_image", []) if record.get("masks") == context["masks"] else []
-        prover, started = Prover(run, one, self.device, self.image_seconds), time.perf_counter()
-        images = one.images.double().to(self.device)
-        group = 1 if run.statement == "lemma 4" else at_once(prover.network("masked"))
+        prover, images = Prover(run, one, self.device, self.image_seconds), one.images.double().to(self.device)
+        group = 1 if run.statement == "lemma 4" else at_once(prover.network("masked"), images.device)
+        started = time.perf_counter()
         while (done := sum(outcome["agree"] for outcome in found)) < run.images and len(found) < len(images):
             if time.perf_counter() - started > self.seconds:
                 break

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from halve.certify.operators import Change, Layer
-from halve.certify.rounding import UNIT, Interval, Owners, by_image, gamma, loss, per_row
+from halve.certify.rounding import UNIT, Interval, Owners, by_image, from_images, gamma, loss, per_row
 from halve.masks.mask import Mask
 
 _MOST = {"cpu": 1 << 19, "cuda": 1 << 27}  # numbers at a time, about as many as fit into a cache
@@ -45,11 +45,10 @@ class WeightBox(Change):
             return loss(rows, spread * slack, owners)
         # around the center the loss is linear in the shared weights: sum over positions before taking absolute values
         spread = layer.apply_weight(center.abs() * gamma(positions) + inputs.radius, self.radii)
-        flat, linear = self.radii.reshape(-1), []
-        for part, point in zip(by_image(rows, owners), center, strict=True):
-            for some in _split(part, flat.numel()):
-                linear.append(layer.gradient(some, point).flatten(1).abs() @ flat)
-        return torch.cat(linear) * (1 + gamma(flat.numel())) + loss(rows, spread * slack, owners)
+        flat, table = self.radii.reshape(-1), by_image(rows, owners)
+        parts = [layer.gradient(some, center).flatten(2).abs() @ flat for some in _split(table, flat.numel())]
+        linear = from_images(torch.cat(parts, 1), owners)
+        return linear * (1 + gamma(flat.numel())) + loss(rows, spread * slack, owners)
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +73,7 @@ class BlockChanges(Change):
         blocks, sizes = self._blocks, self._places(self.weight.abs())
         probe = layer.apply_weight(size[None], layer.weight)[0]
         result = torch.zeros_like(probe).flatten(1) if probe.dim() > 1 else torch.zeros_like(probe)[:, None]
-        patches = layer.patches(size)  # (weights of a row, positions)
+        patches = layer.patches(size[None])[0]  # (weights of a row, positions)
         columns = blocks % self.weight[0].numel()
         for row in range(len(blocks)):  # one row at a time, to bound the memory
             moved = (sizes[row][..., None] * patches[columns[row]]).sum(1)
@@ -86,16 +85,16 @@ class BlockChanges(Change):
     def loss(self, layer: Layer, rows: Tensor, inputs: Interval, owners: Owners | None) -> Tensor:
         positions = layer.positions(rows)
         kept, result = self.mask.layout.to_blocks(self.mask.kept()).to(rows.device), []
-        for part, center, radius in zip(by_image(rows, owners), inputs.center, inputs.radius, strict=True):
-            spread = center.abs() * gamma(positions) + radius
-            for some in _split(part, self.weight.numel()):
-                gained = self._places(layer.gradient(some, center) * self.weight)
-                now = (gained * kept).sum(-1)
-                least = gained.sort(-1).values[..., : self.mask.pattern.kept].sum(-1)
-                beside = self._places(layer.gradient(some.abs(), spread) * self.weight.abs()).sum(-1)
-                moved = (now - least + beside + gained.abs().sum(-1) * gamma(8)).flatten(1)
-                result.append(moved.topk(min(self.count, moved.shape[1]), 1).values.sum(1))
-        return torch.cat(result) * (1 + gamma(positions + self.count))
+        center = inputs.center
+        spread = center.abs() * gamma(positions) + inputs.radius
+        for some in _split(by_image(rows, owners), self.weight.numel()):
+            gained = self._places(layer.gradient(some, center) * self.weight)
+            now = (gained * kept).sum(-1)
+            least = gained.sort(-1).values[..., : self.mask.pattern.kept].sum(-1)
+            beside = self._places(layer.gradient(some.abs(), spread) * self.weight.abs()).sum(-1)
+            moved = (now - least + beside + gained.abs().sum(-1) * gamma(8)).flatten(2)
+            result.append(moved.topk(min(self.count, moved.shape[2]), 2).values.sum(2))
+        return from_images(torch.cat(result, 1), owners) * (1 + gamma(positions + self.count))
 
     @property
     def _blocks(self) -> Tensor:
@@ -109,6 +108,6 @@ class BlockChanges(Change):
         return torch.nn.functional.pad(flat, (0, 1))[..., self._blocks]
 
 
-def _split(rows: Tensor, numbers: int) -> tuple[Tensor, ...]:
-    """Rows, some at a time, if each takes so many numbers; none where an image has no rows."""
-    return rows.split(max(1, _MOST[rows.device.type] // numbers)) if len(rows) else ()
+def _split(table: Tensor, numbers: int) -> tuple[Tensor, ...]:
+    """Rows of all images, (images, rows, ...), some at a time, if each takes so many numbers."""
+    return table.split(max(1, _MOST[table.device.type] // (numbers * len(table))), 1)

@@ -43,12 +43,17 @@ class Network:
     Args:
         nodes: The nodes.
         largest: The largest number of values of a node, for one image.
-        device: Where it is computed.
     """
 
     nodes: tuple[Node, ...]
     largest: int
-    device: torch.device
+
+    def to_(self, device: torch.device) -> "Network":
+        """Move the operators to a device."""
+        for node in self.nodes:
+            if node.operator is not None:
+                node.operator.to_(device)
+        return self
 
     @property
     def layers(self) -> dict[str, list[ops.Layer]]:
@@ -67,9 +72,9 @@ def network_of(model: nn.Module, example: Tensor) -> Network:
     >>> [type(node.operator).__name__ for node in network_of(model, torch.zeros(1, 3, 4, 4)).nodes[1:]]
     ['Convolution', 'Scale', 'ReLU', 'Function', 'Product']
     """
-    copy, device = clone(model).eval().double().requires_grad_(False), device_of(model)
+    copy, device = clone(model).eval().double().cpu().requires_grad_(False), device_of(model)
     check_products(device)
-    captured = capture(copy, example.double().to(device))
+    captured = capture(copy, example.double().cpu())
     if not captured.complete:
         raise ModelError(
             f"{type(model).__name__} cannot be captured as one graph, which bounds need: {captured.reason}; certify "
@@ -77,7 +82,7 @@ def network_of(model: nn.Module, example: Tensor) -> Network:
         )
     [part] = captured.parts
     with torch.no_grad():
-        return _Builder(part, device).network()
+        return _Builder(part).network().to_(device)
 
 
 @dataclass(frozen=True)
@@ -98,8 +103,8 @@ class _Size:
 class _Builder:
     """Builds a network from a captured graph, node by node."""
 
-    def __init__(self, part: Part, device: torch.device) -> None:
-        self._part, self._nodes, self.device = part, [Node(None, (), "")], device
+    def __init__(self, part: Part) -> None:
+        self._part, self._nodes = part, [Node(None, (), "")]
         self._module, self._largest = "", 1
         self._names: dict[fx.Node, str] = {}
 
@@ -123,7 +128,7 @@ class _Builder:
             raise ModelError("bounds need a network that returns class scores (images, classes) and nothing else")
         if found.node != len(self._nodes) - 1:  # what comes after it is not used
             self._nodes = self._nodes[: found.node + 1]
-        return Network(tuple(self._nodes), self._largest, self.device)
+        return Network(tuple(self._nodes), self._largest)
 
     def _constants(self) -> dict[str, Any]:
         """Parameters, buffers and other tensors by the name of their placeholder."""
@@ -140,7 +145,7 @@ class _Builder:
 
     def _add(self, operator_: ops.Operator, *inputs: _Value) -> _Value:
         """Add a node; its shape is found by running it on zeros."""
-        zeros = [Interval(zero, zero) for zero in (self.zeros(1, *x.shape) for x in inputs)]
+        zeros = [Interval(zero, zero) for zero in (_zeros(1, *x.shape) for x in inputs)]
         shape = operator_.interval(zeros).low.shape[1:]
         self._largest = max(self._largest, shape.numel())
         self._nodes.append(Node(operator_, tuple(x.node for x in inputs), self._module))
@@ -173,10 +178,6 @@ class _Builder:
             f"{BOUNDED}. Certify flips instead, which work for any network"
         )
 
-    def zeros(self, *shape: int) -> Tensor:
-        """Zeros on the device of the model."""
-        return torch.zeros(shape, dtype=torch.float64, device=self.device)
-
     def layer_name(self, weight: Any) -> str:
         """The name of the layer that a weight argument belongs to."""
         name = self._names.get(weight, "")
@@ -184,6 +185,10 @@ class _Builder:
 
 
 Rule = Callable[[_Builder, fx.Node, Sequence[Any], Mapping[str, Any]], Any]
+
+
+def _zeros(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.float64)
 
 
 def _sized(arguments: Any, batch: int) -> Any:
@@ -198,11 +203,12 @@ def _function(target: Any, terms: Callable[[torch.Size, Sequence[Any]], int] | N
         x, *rest = args
         if not isinstance(x, _Value) or any(isinstance(one, _Value) for one in rest):
             return None
+        options = {name: value for name, value in kwargs.items() if name != "device"}  # it is captured on the CPU
 
         def run(batch: Tensor) -> Tensor:
-            return target(batch, *_sized(rest, len(batch)), **_sized(dict(kwargs), len(batch)))  # type: ignore[no-any-return]
+            return target(batch, *_sized(rest, len(batch)), **_sized(options, len(batch)))  # type: ignore[no-any-return]
 
-        probe = run(builder.zeros(2, *x.shape))
+        probe = run(_zeros(2, *x.shape))
         if probe.shape[:1] != (2,) or probe.dtype != torch.float64 or bool(probe.any()):
             return None  # moves images between each other, changes the dtype, or pads with other values than 0
         return builder._add(ops.Function(run, 0 if terms is None else terms(x.shape, rest)), x)
@@ -263,7 +269,7 @@ def _layer_norm(builder: _Builder, node: fx.Node, args: Sequence[Any], kwargs: M
     found = builder._add(ops.Normalise(len(shape), eps, count), centred)
     if weight is None and bias is None:
         return found
-    factor = builder.zeros(*shape) + 1 if weight is None else weight
+    factor = _zeros(*shape) + 1 if weight is None else weight
     return builder._add(ops.Scale(factor, bias), found)
 
 
@@ -276,11 +282,11 @@ def _sum(sign: float) -> Rule:
             return builder._add(ops.Sum(sign), one, other)
         constant = other if isinstance(one, _Value) else one
         x = one if isinstance(one, _Value) else other
-        shift = _without_batch(builder, constant, x.shape)
+        shift = _without_batch(constant, x.shape)
         if shift is None:
             return None
         same, flipped = (1.0, sign) if x is one else (sign, 1.0)
-        ones = builder.zeros(*[1] * len(x.shape)) + same
+        ones = _zeros(*[1] * len(x.shape)) + same
         return builder._add(ops.Scale(ones, flipped * shift), x)
 
     return rule
@@ -292,7 +298,7 @@ def _times(inverse: bool) -> Rule:
         x, constant = (one, other) if isinstance(one, _Value) else (other, one)
         if isinstance(constant, _Value) or rest or kwargs or (inverse and x is not one):
             return None
-        factor = _without_batch(builder, constant, x.shape)
+        factor = _without_batch(constant, x.shape)
         if factor is None:
             return None
         return builder._add(ops.Scale(1 / factor if inverse else factor), x)
@@ -300,9 +306,9 @@ def _times(inverse: bool) -> Rule:
     return rule
 
 
-def _without_batch(builder: _Builder, constant: Any, shape: torch.Size) -> Tensor | None:
+def _without_batch(constant: Any, shape: torch.Size) -> Tensor | None:
     """A constant that is broadcast to images of a shape, without its batch dimension."""
-    tensor = torch.as_tensor(constant, dtype=torch.float64, device=builder.device)
+    tensor = torch.as_tensor(constant, dtype=torch.float64)
     if tensor.dim() == len(shape) + 1:
         if tensor.shape[0] != 1:
             return None
@@ -337,7 +343,7 @@ def _clamp(builder: _Builder, node: fx.Node, args: Sequence[Any], kwargs: Mappin
     low, high = list(rest) + ends[len(rest) :]
     if not all(isinstance(end, int | float) for end in (low, high)) or low > high:
         return None
-    one = builder.zeros(*[1] * len(x.shape)) + 1
+    one = _zeros(*[1] * len(x.shape)) + 1
     parts = [builder._add(ops.ReLU(), builder._add(ops.Scale(one, -end * one), x)) for end in (low, high)]
     return builder._add(ops.Scale(one, low * one), builder._add(ops.Sum(-1.0), *parts))
 

@@ -77,6 +77,12 @@ class Operator(ABC):
         """Which inputs need tighter intervals, if the operator relaxes."""
         return inputs.low < inputs.high
 
+    def to_(self, device: torch.device) -> None:
+        """Move its constants to a device."""
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(self, name, value.to(device))
+
 
 class Linear(Operator):
     """A linear map with a bias: `apply` is the map, `apply_absolute` the one with absolute coefficients.
@@ -205,7 +211,7 @@ class Layer(Linear):
 
     @abstractmethod
     def gradient(self, rows: Tensor, x: Tensor) -> Tensor:
-        """The derivative of rows . output by the weight, at the input of one image: (rows, *weight.shape)."""
+        """The derivative of rows . output by the weight: (images, rows, *weight.shape) of (images, rows, ...)."""
 
     @abstractmethod
     def positions(self, rows: Tensor) -> int:
@@ -213,7 +219,7 @@ class Layer(Linear):
 
     @abstractmethod
     def patches(self, x: Tensor) -> Tensor:
-        """What the weights of one row are multiplied by for one image, (weights, positions)."""
+        """What the weights of one row are multiplied by, (images, weights, positions)."""
 
     def apply(self, x: Tensor) -> Tensor:
         return self.apply_weight(x, self.weight)
@@ -307,16 +313,16 @@ class Convolution(Layer):
 
     def gradient(self, rows: Tensor, x: Tensor) -> Tensor:
         if self._spatial != 2:  # unfold is for images only
-            return torch.stack([self._gradient(row, x) for row in rows])
+            return torch.stack([torch.stack([self._gradient(row, x[i]) for row in rows[i]]) for i in range(len(x))])
         groups, patches = self._groups, self.patches(x)
-        patches = patches.reshape(groups, -1, patches.shape[1])
-        parts = rows.reshape(len(rows), groups, rows.shape[1] // groups, -1)
-        return torch.einsum("sgop,gkp->sgok", parts, patches).reshape(len(rows), *self.weight.shape)
+        patches = patches.reshape(len(x), groups, -1, patches.shape[2])
+        parts = rows.reshape(*rows.shape[:2], groups, rows.shape[2] // groups, -1)
+        return torch.einsum("isgop,igkp->isgok", parts, patches).reshape(*rows.shape[:2], *self.weight.shape)
 
     def patches(self, x: Tensor) -> Tensor:
         if self._spatial != 2:
             raise ModelError(f"certify has no bounds for changed masks of {self.name}: it is no convolution of images")
-        return torch.nn.functional.unfold(x[None], tuple(self.weight.shape[2:]), *self._where)[0]
+        return torch.nn.functional.unfold(x, tuple(self.weight.shape[2:]), *self._where)
 
     def _gradient(self, row: Tensor, x: Tensor) -> Tensor:
         return self._backward(row[None], x[None], [False, True, False])[1]
@@ -339,13 +345,14 @@ class Product(Layer):
 
     def gradient(self, rows: Tensor, x: Tensor) -> Tensor:
         outputs, inputs = self.weight.shape
-        return torch.einsum("spo,pk->sok", rows.reshape(len(rows), -1, outputs), x.reshape(-1, inputs))
+        parts = rows.reshape(*rows.shape[:2], -1, outputs)
+        return torch.einsum("ispo,ipk->isok", parts, x.reshape(len(x), -1, inputs))
 
     def positions(self, rows: Tensor) -> int:
         return math.prod(rows.shape[1:-1])
 
     def patches(self, x: Tensor) -> Tensor:
-        return x.reshape(-1, x.shape[-1]).T
+        return x.reshape(len(x), -1, x.shape[-1]).transpose(1, 2)
 
 
 class Sum(Operator):

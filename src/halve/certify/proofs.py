@@ -20,7 +20,7 @@ from halve.certify.network import Network, network_of
 from halve.errors import DataError, ModelError
 from halve.learn.frozen import device_of
 
-_AT_ONCE = 1 << 15  # values of the largest node of all images that are taken together on a GPU
+_AT_ONCE = 30_000  # values of the largest node of all images that are taken together on a GPU
 EXACT = (
     "the networks are as stored, in eval mode, and computed in exact arithmetic: the proof bounds its own rounding, "
     "but not that of the program that runs the network",
@@ -102,9 +102,9 @@ class Proofs:
         return counts | {"per_image": [proof.plain() for proof in self.found]}
 
 
-def at_once(network: Network) -> int:
+def at_once(network: Network, device: torch.device) -> int:
     """How many images to take together: on a GPU, enough to fill it."""
-    return 1 if network.device.type == "cpu" else max(1, _AT_ONCE // network.largest)
+    return 1 if device.type == "cpu" else max(1, _AT_ONCE // network.largest)
 
 
 class Pair:
@@ -181,7 +181,7 @@ def _groups(pair: Pair, images: Iterable[Tensor]) -> Iterator[list[tuple[Tensor,
             yield group
             group = []
         group.append((image, *pair.see(image)))
-        if len(group) >= at_once(pair["masked"]):
+        if len(group) >= at_once(pair["masked"], pair.device):
             yield group
             group = []
     if group:

@@ -65,22 +65,29 @@ class Owners:
 
     Args:
         index: The image of each row.
-        counts: The number of rows of each image.
+        images: The number of images.
+        most: The largest number of rows of an image.
+        place: The place of each row in a table of all images with `most` rows each.
 
     >>> owners = Owners.of(torch.tensor([0, 0, 2]), 3)
-    >>> owners.counts, Owners.of(torch.tensor([0, 0]), 1) is None
-    ((2, 0, 1), True)
+    >>> owners.most, owners.place.tolist(), Owners.of(torch.tensor([0, 0]), 1) is None
+    (2, [0, 1, 4], True)
     """
 
     index: Tensor
-    counts: tuple[int, ...]
+    images: int
+    most: int
+    place: Tensor
 
     @classmethod
     def of(cls, index: Tensor, images: int) -> "Owners | None":
         """The owners of rows; None where there is one image."""
         if images == 1:
             return None
-        return cls(index, tuple(torch.bincount(index, minlength=images).tolist()))
+        counts = torch.bincount(index, minlength=images)
+        most, starts = int(counts.max()), counts.cumsum(0) - counts
+        place = index * most + torch.arange(len(index), device=index.device) - starts[index]
+        return cls(index, images, most, place)
 
 
 def per_row(values: Tensor, owners: Owners | None) -> Tensor:
@@ -88,9 +95,17 @@ def per_row(values: Tensor, owners: Owners | None) -> Tensor:
     return values if owners is None else values[owners.index]
 
 
-def by_image(rows: Tensor, owners: Owners | None) -> tuple[Tensor, ...]:
-    """The rows of each image."""
-    return (rows,) if owners is None else rows.split(owners.counts)
+def by_image(rows: Tensor, owners: Owners | None) -> Tensor:
+    """Rows as a table, (images, rows, ...), with rows of zeros where an image has fewer than another."""
+    if owners is None:
+        return rows[None]
+    table = rows.new_zeros(owners.images * owners.most, *rows.shape[1:])
+    return table.index_copy(0, owners.place, rows).reshape(owners.images, owners.most, *rows.shape[1:])
+
+
+def from_images(table: Tensor, owners: Owners | None) -> Tensor:
+    """The values of rows, given those of a table."""
+    return table[0] if owners is None else table.flatten(0, 1)[owners.place]
 
 
 def dot(
