@@ -457,7 +457,8 @@ class ReLU(Elementwise):
 
     def below(self, x: Interval, slopes: Tensor, owners: Owners | None) -> Tensor:
         active = per_row((x.low >= 0).to(x.low), owners)
-        return torch.where(per_row(self.open(x), owners), slopes.clamp(0, 1), active)
+        valid = torch.where((slopes >= 0) & (slopes <= 1), slopes, slopes.detach().clamp(0, 1))
+        return torch.where(per_row(self.open(x), owners), valid, active)
 
 
 @dataclass(frozen=True)
