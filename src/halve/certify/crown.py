@@ -19,7 +19,7 @@ from halve.certify.operators import Change, Layer, ReLU
 from halve.certify.rounding import UNIT, Interval, Owners, around, dot, loss, per_row, total
 
 _ROWS = {"cpu": 1 << 21, "cuda": 1 << 26}  # coefficients at a time, about as many as fit into a cache
-_KEPT = 24  # tensors that are kept for the gradient of one operator's step
+_ENOUGH = 4  # how many times as many coefficients of all nodes together, where gradients need them
 TOLERANCE = 1e-9  # of the largest value of a node
 _FEW = 32  # classes
 _STEPS, _RATE = 20, 0.1  # of optimising slopes
@@ -146,7 +146,7 @@ class Bounds:
         """How many rows to carry back at a time: fewer if their gradient is needed."""
         sizes = [x.low[0].numel() for x, fixed in zip(self.values, self.fixed, strict=True) if not fixed]
         most = _ROWS[self.box.low.device.type]
-        return max(2, 16 * most // (_KEPT * sum(sizes)) if optimise else most // max(sizes, default=1))
+        return max(2, most * _ENOUGH // sum(sizes) if optimise else most // max(sizes, default=1))
 
     def lower(
         self,
