@@ -134,6 +134,7 @@ def main() -> None:
     parser.add_argument("--options", type=json.loads, default={}, help="more options of halve.learn, as JSON")
     parser.add_argument("--held-out", action="store_true", help="measure on held-out training images; record nothing")
     parser.add_argument("--note", default="", help="what else ran on the device at the same time")
+    parser.add_argument("--masks", type=Path, help="folder to keep learned masks in")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
     network = NETWORKS[options.network]
@@ -171,6 +172,9 @@ def main() -> None:
             seconds += time.perf_counter() - started
             assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
             assert not len(masks) or halve.verify(halve.apply(model, masks), masks).ok
+            if options.masks and seeded:
+                options.masks.mkdir(exist_ok=True)
+                masks.save(options.masks / f"{options.network}.{method}.{seed}.masks.safetensors")
             for what, (data, metric) in tests.items():
                 records.append(
                     {

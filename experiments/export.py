@@ -1,12 +1,13 @@
 """Round trips through ONNX: how far exported files agree with the masked networks, and what int8 costs.
 
-    python experiments/export.py ASSETS WORK [--networks resnet18 ...] [--photos]
+    python experiments/export.py ASSETS WORK [--networks resnet18 ...] [--photos] [--gpu-only]
 
 ASSETS has the checkpoints and photos, as for one_shot.py. WORK keeps masks and ONNX files: what is there is used again.
 ResNet-50 has the weights of its checkpoint; the other networks have random weights and random BatchNorm statistics, as
-only the round trip is looked at. Masks are made in one shot, unless WORK has others: what `halve learn` found goes
-there as resnet50_v1.masks.safetensors. --photos also measures ResNet-50's files on 500 photos, and PyTorch in float16
-if there is a GPU, as onnxruntime computes float16 in float32 on CPUs. Writes experiments/results/export.json.
+only the round trip is looked at. Masks are made in one shot, unless WORK has others: what `accuracy.py --masks` kept
+goes there as resnet50_v1.masks.safetensors. --photos also measures ResNet-50's files on 500 photos. As onnxruntime
+computes float16 in float32 on CPUs, PyTorch runs on a GPU, too: --gpu-only runs that alone, and keeps its scores in
+WORK for a machine without one. Writes experiments/results/export.json.
 """
 
 import argparse
@@ -20,6 +21,8 @@ from typing import Any
 import onnx
 import torch
 from onnx import TensorProto, numpy_helper
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor, nn
 from torchvision import models
 
@@ -28,11 +31,14 @@ from halve.agreement import compare
 from halve.export.network import prepared
 from halve.export.runtime import Session
 from halve.machine import device_name
+from halve.masks.file import checksum
 from halve.sources.data import Preprocessing, load_data
 from halve.sources.models import load_model
 
 RESULTS = Path(__file__).parent / "results" / "export.json"
 CALIBRATION_IMAGES = 256
+CPU = torch.device("cpu")
+PHOTOS = "500 ImageNet photos of 500 classes"
 HALF = "2:4, PyTorch float16 on a GPU"
 
 
@@ -66,7 +72,8 @@ NETWORKS = {  # image size
 def round_trip(name: str, assets: Path, work: Path) -> dict[str, Any]:
     """Export a network in float32 and float16, and compare."""
     model, masks, images = opened(name, assets, work)
-    record: dict[str, Any] = {"network": name, "masked": len(masks), "images": len(images), "size": NETWORKS[name]}
+    record: dict[str, Any] = {"network": name, "masked": len(masks), "mask": described(masks)}
+    record |= {"images": len(images), "size": NETWORKS[name]}
     for dtype in (torch.float32, torch.float16):
         key = str(dtype).removeprefix("torch.")
         done = halve.export(model, masks, images, work / f"{name}.{key}.onnx", dtype=dtype)
@@ -133,29 +140,55 @@ def on_photos(assets: Path, work: Path) -> list[dict[str, Any]]:
         HALF: half_runner(sparse, images),
         **{f"2:4, file in {key}": file_runner(work / f"{name}.{key}.onnx") for key in ("float32", "float16", "int8")},
     }
-    scores = {}
-    for key, run in runs.items():
-        path = work / f"scores.{key.replace(' ', '_').replace(':', '_')}.pt"
-        if not path.exists():
-            if key == HALF and not torch.cuda.is_available():
-                continue  # half precision on a CPU would be another computation
-            with torch.no_grad():
-                torch.save(torch.cat([run(batch).float().cpu() for batch in test.split(20)]), path)
-        scores[key] = torch.load(path)
-    dense, masked = scores["dense, PyTorch float32"], scores["2:4, PyTorch float32"]
+    if not torch.cuda.is_available() and not scores_file(work, HALF).exists():
+        del runs[HALF]  # float16 on a CPU would be another computation
+    scores = {key: scored(run, test, scores_file(work, key)) for key, run in runs.items()}
+    dense, masked = (scores[key][0] for key in ("dense, PyTorch float32", "2:4, PyTorch float32"))
     quantization = json.loads(quantized.with_suffix(".json").read_text())["quantization"]
     return [
         {
+            **made,
             "network": name,
             "run": key,
+            "data": PHOTOS,
             "photos": len(test),
-            "mask": masks.recipe.get("method", "learn"),
+            "size": NETWORKS[name],
+            "mask": described(masks),
             "agreement": compare(found, dense).share,
             "flips": int((found.argmax(1) != masked.argmax(1)).sum()),
             **({"quantization": quantization} if key.endswith("int8") else {}),
         }
-        for key, found in scores.items()
+        for key, (found, made) in scores.items()
     ]
+
+
+def described(masks: halve.MaskSet) -> dict[str, Any]:
+    """How masks were made, and which they are: the files have the same digest."""
+    facts = {fact: masks.recipe[fact] for fact in ("method", "steps_done", "seed") if fact in masks.recipe}
+    return facts | {"sha256": checksum(masks)}
+
+
+def half_on_photos(assets: Path, work: Path) -> None:
+    """Keep the scores of PyTorch in float16 on a GPU."""
+    model, masks, images = opened("resnet50_v1", assets, work)
+    run = half_runner(halve.apply(model, masks).eval(), images)
+    scores, made = scored(run, photos(assets / "in1000_dev"), scores_file(work, HALF))
+    print(f"{HALF}: {len(scores)} photos", made)
+
+
+def scores_file(work: Path, run: str) -> Path:
+    return work / f"scores.{run.replace(' ', '_').replace(':', '_').replace(',', '')}.safetensors"
+
+
+def scored(run: Callable[[Tensor], Tensor], images: Tensor, path: Path) -> tuple[Tensor, dict[str, Any]]:
+    """Class scores of images, and what they were made with; from a file if it is there."""
+    if not path.exists():
+        with torch.no_grad():
+            batches = [run(batch) for batch in images.split(20)]
+        scores = torch.cat([batch.float().cpu() for batch in batches])
+        save_file({"scores": scores}, path, {"about": json.dumps(about(batches[0].device))})
+    with safe_open(path, "pt") as file:
+        return file.get_tensor("scores"), json.loads(file.metadata()["about"])
 
 
 def half_runner(sparse: nn.Module, images: Tensor) -> Callable[[Tensor], Tensor]:
@@ -187,8 +220,12 @@ def main() -> None:
     parser.add_argument("work", type=Path)
     parser.add_argument("--networks", nargs="*", default=list(NETWORKS), choices=list(NETWORKS))
     parser.add_argument("--photos", action="store_true")
+    parser.add_argument("--gpu-only", action="store_true", help="only run what needs a GPU; record nothing")
     options = parser.parse_args()
     options.work.mkdir(exist_ok=True)
+    if options.gpu_only:
+        half_on_photos(options.assets, options.work)
+        return
     found = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"networks": [], "photos": []}
     for name in options.networks:
         record = about() | round_trip(name, options.assets, options.work)
@@ -197,16 +234,16 @@ def main() -> None:
         RESULTS.write_text(json.dumps(found, indent=1) + "\n")
         print(record)
     if options.photos:
-        found["photos"] = [about() | record for record in on_photos(options.assets, options.work)]
+        found["photos"] = on_photos(options.assets, options.work)
         RESULTS.write_text(json.dumps(found, indent=1) + "\n")
 
 
-def about() -> dict[str, Any]:
+def about(device: torch.device = CPU) -> dict[str, Any]:
     """When and with what something was measured."""
     versions = {"halve": halve.__version__, "torch": torch.__version__, "onnx": onnx.__version__}
     return {
         "date": datetime.date.today().isoformat(),
-        "hardware": device_name(torch.device("cpu")),
+        "hardware": device_name(device),
         "versions": versions,
     }
 

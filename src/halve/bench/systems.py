@@ -3,7 +3,7 @@
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -113,13 +113,15 @@ def _torch_compile(case: Case, **options: Any) -> Prepared:
 
 
 def _best_dense(case: Case) -> Prepared:
-    fast, _ = _with_kernels(case, lambda times: times.best_dense)
-    return _recorded(fast, case)
+    return _recorded(_with_kernels(case, lambda times: times.best_dense).network, case)
 
 
 def _halve_dense(case: Case) -> Prepared:
-    fast, kernels = _with_kernels(case, _our_dense)
+    fast, timed, kernels = _with_kernels(case, _our_dense)
     ours = sum(not family_of(kernel).library for kernel in kernels)
+    entries = [times.entry(kernel, "") for times, kernel in zip(timed, kernels, strict=True)]
+    if joins := fast.faster_joins(case.inputs, entries, sparse=False):
+        fast.join(case.inputs, joins)
     if not ours:
         raise EngineError(f"no layer can run on our kernels: {fast.reason or 'unsupported shapes'}")
     return _recorded(fast, case, f"{ours} of {len(fast.layers)} layers on our kernels, the others as in best_dense")
@@ -131,11 +133,17 @@ def _our_dense(times: LayerTimes) -> Kernel:
 
 
 def _torch_semi_structured(case: Case) -> Prepared:
-    fast, _ = _with_kernels(case, lambda times: times.best_dense)
+    fast = _with_kernels(case, lambda times: times.best_dense).network
     return _recorded(fast, case, replace_layers_(fast, case.inputs))
 
 
-def _with_kernels(case: Case, choose: Callable[[LayerTimes], Kernel]) -> tuple[Compiled, list[Kernel]]:
+class _OnKernels(NamedTuple):
+    network: Compiled
+    timed: list[LayerTimes]
+    kernels: list[Kernel]
+
+
+def _with_kernels(case: Case, choose: Callable[[LayerTimes], Kernel]) -> _OnKernels:
     """A copy of the compiled network with other kernels, and those kernels. The copy has no CUDA graphs."""
     if not case.on_gpu:
         raise EngineError("needs a CUDA GPU")
@@ -145,7 +153,7 @@ def _with_kernels(case: Case, choose: Callable[[LayerTimes], Kernel]) -> tuple[C
     kernels = [choose(times) for times in timed]
     for times, kernel in zip(timed, kernels, strict=True):
         times.layer.use({times.size: kernel})
-    return fast, kernels
+    return _OnKernels(fast, timed, kernels)
 
 
 def _recorded(fast: Compiled, case: Case, note: str | None = None) -> Prepared:

@@ -1,7 +1,7 @@
 """Compiled networks: modules for inference that replace the model."""
 
 import contextlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from numbers import Integral
 from pathlib import Path
@@ -16,11 +16,13 @@ from halve.batches import Images, Progress
 from halve.cuda_graphs import autotuned_cudnn
 from halve.engine.capture.guards import Guards
 from halve.engine.inductor import MAX_SECONDS, Bodies, Choice, by_default, choose, compile_body, unavailable
+from halve.engine.join import Join, choose_joins, joined_entries, joined_form, joined_kernels, planned_joins
 from halve.engine.kernels.kernel import Kernel
 from halve.engine.kernels.registry import FALLBACK, family_of, no_sparse_kernels
 from halve.engine.layer import Layer
 from halve.engine.lower import move_
-from halve.engine.plan import Plan, all_dense, decide, visit
+from halve.engine.operations import PooledConvolution
+from halve.engine.plan import Entry, Plan, all_dense, decide, visit
 from halve.engine.recorded import CAPTURE_LOCK, MAX_RECORDINGS, Recordings, Shapes, shapes_of
 from halve.engine.saved import file
 from halve.engine.saved.file import SavedNetwork
@@ -62,8 +64,9 @@ class Compiled(nn.Module):
         self.device = first[0].device  # not that of the weights: a graph may have constants on other devices
         self._takes_lists = any(isinstance(x, list) for x in example)  # of images of any sizes
         self.inductor = by_default(self.device) if inductor is None else inductor
-        self._bodies = Bodies()  # compiled by Inductor
+        self._bodies = Bodies()  # with layers joined, or compiled by Inductor
         self._eager = False
+        self._planar = _planar_inputs(body, len(example))
         self._has_layers = any(isinstance(module, Layer) for module in body.modules())
         self._valid: set[Shapes] = set()  # shapes that passed the checks
         self._recordings = Recordings()
@@ -100,11 +103,11 @@ class Compiled(nn.Module):
                 return self._run(*inputs)
 
     def _run(self, *inputs: Any) -> Any:
-        given = [self.cast_input(x) for x in inputs]
+        given = self._cast(inputs)
         compiled = None
         if self._bodies and not torch.compiler.is_compiling():
             compiled = self._bodies.get(shapes_of(inputs))
-        outputs = self.body(*given) if compiled is None else compiled(*map(self._as_compiled, given))
+        outputs = self.body(*given) if compiled is None else compiled(*self._as_compiled(given))
         if self.device.type == "cpu" and self._has_layers:
             outputs = (
                 _without_gaps(outputs)
@@ -115,17 +118,27 @@ class Compiled(nn.Module):
             return outputs
         return pytree.tree_map_only(Tensor, self._cast_output, outputs)
 
-    def _as_compiled(self, x: Tensor) -> Tensor:
-        """An input with the strides that Inductor compiles for."""
-        return x.contiguous(memory_format=_NHWC) if x.dim() == 4 and not x.is_cpu else x.contiguous()
+    def _cast(self, inputs: Iterable[Any]) -> list[Any]:
+        """Inputs in the dtype and memory format that the layers compute in."""
+        return [self.cast_input(x, planar) for x, planar in zip(inputs, self._planar, strict=True)]
 
-    def cast_input(self, x: Any) -> Any:
+    def _as_compiled(self, inputs: Iterable[Any]) -> list[Any]:
+        """Inputs with the strides that Inductor compiles for."""
+
+        def strided(x: Any, planar: bool) -> Any:
+            if not isinstance(x, Tensor):
+                return x
+            return x.contiguous(memory_format=_NHWC) if x.dim() == 4 and not (x.is_cpu or planar) else x.contiguous()
+
+        return [strided(x, planar) for x, planar in zip(inputs, self._planar, strict=True)]
+
+    def cast_input(self, x: Any, planar: bool = False) -> Any:
         """An input in the dtype and memory format that the layers compute in."""
         if isinstance(x, tuple | list):
             return [self.cast_input(image.clone()) for image in x]  # the network's own code may write to them
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
-        if x.dim() != 4 or not self._has_layers or x.is_cpu:  # kernels on CPUs read pixels of a channel in a row
+        if x.dim() != 4 or not self._has_layers or planar or x.is_cpu:  # CPU kernels read pixels of a channel in a row
             return x.to(self.dtype)
         return x.to(self.dtype, memory_format=_NHWC)
 
@@ -185,7 +198,7 @@ class Compiled(nn.Module):
         return self
 
     def _prepare(self, size: int, progress: Progress) -> None:
-        inputs = tuple(self._expanded(x, size) for x in self.example)
+        inputs = tuple(self._expanded(size))
         self._check(inputs)
         with CAPTURE_LOCK, self._recordings.planning, torch.no_grad(), self._current(), autotuned_cudnn():
             if size not in self.plan.batches and size not in self.plan.inductor:
@@ -200,9 +213,9 @@ class Compiled(nn.Module):
                         progress=progress,
                     )
                 self.plan.batches |= {size: entries} if entries else {}
-                self._consider_inductor(size, inputs)
-            elif size in self.plan.inductor and shapes_of(inputs) not in self._bodies:
-                self._consider_inductor(size, inputs, only=True)
+                self._choose_form(size, inputs)
+            elif self._has_form(size) and shapes_of(inputs) not in self._bodies:
+                self._choose_form(size, inputs, planned=True)
             if self.device.type == "cuda" and self._takes_lists:
                 self.plan.uncompiled[CUDA_GRAPH] = "not recorded: lists of images may have any sizes"
             elif self.device.type == "cuda":
@@ -210,52 +223,110 @@ class Compiled(nn.Module):
             elif self.device.type == "cpu":
                 self._run(*inputs)  # CPU kernels are emitted on first use
 
-    def _consider_inductor(self, size: int, inputs: tuple[Tensor, ...], only: bool = False) -> None:
-        """Let Inductor compile what lies between the layers, if that is faster, or if the plan says so (`only`)."""
-        if not self.inductor or not isinstance(self.body, GraphModule):
+    def _has_form(self, size: int) -> bool:
+        """Whether the plan has a form of the network for this batch size."""
+        return size in self.plan.inductor or size in self.plan.joins
+
+    def _choose_form(self, size: int, inputs: tuple[Tensor, ...], planned: bool = False) -> None:
+        """Join layers, and let Inductor compile what lies between them, if that is faster, or if the plan says so.
+
+        What is chosen only holds for this input shape.
+        """
+        if not isinstance(self.body, GraphModule):
             return
-        if (reason := unavailable(self.device)) is not None:
-            self.plan.uncompiled[INDUCTOR] = f"not used: {reason}"
+        sizes = self._layer_sizes(inputs)
+        kernels = {layer: layer.kernel_for(layer_size) for layer, layer_size in sizes.items()}
+        entries, body, used = self.plan.batches.get(size, []), self.body, kernels
+        if planned:
+            joins = planned_joins(body, self.plan.joins.get(size, []), sizes, self.device)
+        else:
+            joins = [] if self.reason is not None else self.faster_joins(inputs, entries)
+        if joins:
+            body, used = self.join(inputs, joins), joined_kernels(kernels, joins)
+        compiled = self._compiled(size, body, used, inputs, planned)
+        if compiled is None or compiled.run is None:
             self.plan.inductor.pop(size, None)
+        else:
+            self._bodies[shapes_of(inputs)] = compiled.run
+            self.plan.inductor[size] = compiled.seconds
+            if compiled.kernels != used:  # all dense
+                entries, joins = all_dense(entries), []
+                for layer, layer_size in sizes.items():
+                    layer.use({**layer.kernels, layer_size: FALLBACK})
+        if planned:
             return
-        if (spent := sum(self.plan.inductor.values())) > MAX_SECONDS and not only:
-            self.plan.uncompiled[INDUCTOR] = f"not tried at batch size {size}, after compiling for {spent:.0f} s"
-            return
-        given = tuple(self._as_compiled(self.cast_input(x)) for x in inputs)
+        if entries:
+            self.plan.batches[size] = joined_entries(entries, joins)
+        if joins:
+            self.plan.joins[size] = [join.planned for join in joins]
+
+    def _layer_sizes(self, inputs: tuple[Tensor, ...]) -> dict[Layer, int]:
+        """The input size of each layer that runs on these inputs."""
         sizes: dict[Layer, int] = {}
 
         def note(layer: Layer, layer_inputs: list[Tensor]) -> None:
             sizes.setdefault(layer, layer.operation.size(layer_inputs[0]))
 
-        visit(self.layers, partial(self.body, *given), note)
-        kernels = {layer: layer.kernel_for(sizes[layer]) for layer in self.layers if layer in sizes}
-        if only:
+        visit(self.layers, partial(self.body, *self._given(inputs)), note)
+        return {layer: sizes[layer] for layer in self.layers if layer in sizes}
+
+    def _given(self, inputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Inputs as a compiled network gets them."""
+        return tuple(self._as_compiled(self._cast(inputs)))
+
+    def faster_joins(self, inputs: tuple[Tensor, ...], entries: Sequence[Entry], sparse: bool = True) -> list[Join]:
+        """The layers that are faster joined, on inputs of these shapes. `entries` has the times of their kernels."""
+        if not isinstance(self.body, GraphModule):
+            return []
+        kernels = {layer: layer.kernel_for(size) for layer, size in self._layer_sizes(inputs).items()}
+        cache, key = TimingCache.of(self.device), network_key(self.body, inputs)
+        return choose_joins(self.body, self._given(inputs), kernels, entries, cache, key, sparse)
+
+    def join(self, inputs: tuple[Tensor, ...], joins: Sequence[Join]) -> GraphModule:
+        """Run inputs of these shapes with these layers joined; returns the graph that does."""
+        assert isinstance(self.body, GraphModule)
+        form = joined_form(self.body, joins)
+        self._bodies[shapes_of(inputs)] = form
+        return form
+
+    def _compiled(
+        self,
+        size: int,
+        body: GraphModule,
+        kernels: Mapping[Layer, Kernel],
+        inputs: tuple[Tensor, ...],
+        planned: bool,
+    ) -> Choice | None:
+        """What Inductor makes of the network; None if it is not asked, or fails."""
+        if not self.inductor or (planned and size not in self.plan.inductor):
+            return None
+        if (reason := unavailable(self.device)) is not None:
+            self.plan.uncompiled[INDUCTOR] = f"not used: {reason}"
+            return None
+        if (spent := sum(self.plan.inductor.values())) > MAX_SECONDS and not planned:
+            self.plan.uncompiled[INDUCTOR] = f"not tried at batch size {size}, after compiling for {spent:.0f} s"
+            return None
+        given = self._given(inputs)
+        if planned:
             try:
-                run, seconds = compile_body(self.body, kernels, given)
-                choice = Choice(kernels, run, seconds)
+                choice = Choice(kernels, *compile_body(body, kernels, given))
             except EngineError as error:
                 choice = Choice(kernels, failed=str(error))
         else:
-            choice = choose(self.body, given, kernels, TimingCache.of(self.device), network_key(self.body, inputs))
+            choice = choose(body, given, kernels, TimingCache.of(self.device), network_key(self.body, inputs))
         if choice.failed is not None:
             self.plan.uncompiled[INDUCTOR] = f"not used: {choice.failed}"
-        if choice.run is None:
-            self.plan.inductor.pop(size, None)
-            return
-        self._bodies[shapes_of(inputs)] = choice.run
-        self.plan.inductor[size] = choice.seconds
-        if choice.kernels != kernels:
-            self.plan.batches[size] = all_dense(self.plan.batches.get(size, []))
-            for layer, kernel in choice.kernels.items():
-                layer.use({**layer.kernels, sizes[layer]: kernel})
+        return choice
 
     def _current(self) -> contextlib.AbstractContextManager[object]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
 
-    def _expanded(self, x: Images, size: int) -> Any:
-        if isinstance(x, list):
-            return [x[0].to(self.device)] * size
-        return self._as_compiled(x.to(self.device).expand(size, *x.shape[1:]))
+    def _expanded(self, size: int) -> list[Any]:
+        """The example with this many images."""
+        return self._as_compiled(
+            [x[0].to(self.device)] * size if isinstance(x, list) else x.to(self.device).expand(size, *x.shape[1:])
+            for x in self.example
+        )
 
     @contextlib.contextmanager
     def _unchanged_on_failure(self) -> Iterator[None]:
@@ -270,7 +341,8 @@ class Compiled(nn.Module):
 
     def _record(self, inputs: tuple[Tensor, ...]) -> None:
         try:
-            dropped = self._recordings.record(self._run, inputs, (*self.body.buffers(), *self.body.parameters()))
+            weights = (*self.body.buffers(), *self.body.parameters(), self._bodies.get(shapes_of(inputs)))
+            dropped = self._recordings.record(self._run, inputs, weights)
             if dropped:
                 sizes = ", ".join(str(shapes[0][0]) for shapes in dropped)
                 self.plan.uncompiled[CUDA_GRAPH] = f"dropped for batch size {sizes}: at most {MAX_RECORDINGS} are kept"
@@ -308,7 +380,7 @@ class Compiled(nn.Module):
             return False
         for layer in self.layers:
             layer.use({1: FALLBACK})
-        self.plan.batches, self.plan.inductor = {}, {}
+        self.plan.batches, self.plan.inductor, self.plan.joins = {}, {}, {}
         return True
 
     def _adapt(self, before: str | None) -> None:
@@ -331,7 +403,8 @@ class Compiled(nn.Module):
                 raise EngineError(f"layer {mine.name} is 2:4 in plan_from= but not here: use the same masks")
             mine.use(theirs.kernels)
         batches = {size: list(table) for size, table in other.plan.batches.items()}
-        self.plan = Plan(batches, dict(self.plan.uncompiled), inductor=dict(other.plan.inductor))
+        joins = {size: list(found) for size, found in other.plan.joins.items()}
+        self.plan = Plan(batches, dict(self.plan.uncompiled), inductor=dict(other.plan.inductor), joins=joins)
 
     def save(self, path: str | Path, force: bool = False) -> None:
         """Save the network with its plan and packed weights. `halve.load_compiled` loads it.
@@ -405,6 +478,21 @@ def _one_image(x: Images) -> Any:
     image = x[:1].detach().cpu()
     expanded = image.numel() > 1 and image.untyped_storage().nbytes() == image.element_size()
     return image if expanded else image.clone()
+
+
+def _planar_inputs(body: nn.Module, count: int) -> list[bool]:
+    """Which inputs are only read by first layers, whose kernels take contiguous images: these are not converted."""
+    if not isinstance(body, GraphModule):
+        return [False] * count
+    readers = [
+        [body.get_submodule(str(user.target)) if user.op == "call_module" else None for user in node.users]
+        for node in body.graph.nodes
+        if node.op == "placeholder"
+    ]
+    return [
+        bool(found) and all(isinstance(one, Layer) and isinstance(one.operation, PooledConvolution) for one in found)
+        for found in readers
+    ]
 
 
 def _without_gaps(y: Tensor) -> Tensor:

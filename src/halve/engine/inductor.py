@@ -95,8 +95,8 @@ def _place(tensor: Any, among: Sequence[Any]) -> int:
     return next((place for place, other in enumerate(among) if other is tensor), -1)
 
 
-class Bodies(dict[Any, CompiledBody]):
-    """Compiled networks by input shape. Copies of a network are not compiled yet."""
+class Bodies(dict[Any, Run]):
+    """Forms of a network by input shape: layers joined, or compiled. Copies of a network have none yet."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Bodies":
         return Bodies()

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 Pair = tuple[int, int]
-Tensors = Mapping[str, Tensor]  # by name: "weight", "bias", "scale" and "shortcut_weight", if the layer has them
+Tensors = Mapping[str, Tensor]  # by name: "weight", "bias", "scale", "shortcut_weight", "next_weight" and "next_bias"
 
 
 class Activation(NamedTuple):
@@ -300,9 +300,87 @@ class JoinedConvolution(Operation):
         return self.convolution.weight_shape
 
 
+@dataclass(frozen=True)
+class ChainedConvolution(Operation):
+    """The end of a residual block and the 1x1 convolution that reads it; the result has both results.
+
+    y = activation(conv2d(x, weight) + bias + second), where the second input may go through a 1x1 convolution first
+    (`shortcut_weight`); z = next_activation(conv2d(y, next_weight) + next_bias). The result is one-dimensional: y and
+    then z, each channels last; `split` finds them.
+
+    >>> chain = ChainedConvolution(rows=8, channels=4, activation="relu", next_rows=2, next_activation="none")
+    >>> weights = {"weight": torch.ones(8, 4, 1, 1), "next_weight": torch.ones(2, 8, 1, 1)}
+    >>> both = chain.reference([torch.ones(1, 4, 3, 3), torch.ones(1, 8, 3, 3)], weights)
+    >>> y, z = chain.split(both, (1, 4, 3, 3))
+    >>> both.shape, y.shape, z.shape, float(y.max()), float(z.max())
+    (torch.Size([90]), torch.Size([1, 8, 3, 3]), torch.Size([1, 2, 3, 3]), 5.0, 40.0)
+    """
+
+    rows: int
+    channels: int
+    activation: str
+    next_rows: int
+    next_activation: str
+    shortcut_channels: int = 0  # 0: the second input is added as it is
+
+    @property
+    def convolution(self) -> Convolution:
+        """The first convolution."""
+        return Convolution(self.rows, self.channels, activation=self.activation)
+
+    @property
+    def following(self) -> Convolution:
+        """The convolution that reads its result."""
+        return Convolution(self.next_rows, self.rows, activation=self.next_activation)
+
+    @property
+    def shortcut(self) -> Convolution | None:
+        """The convolution of the second input, if it has one."""
+        return Convolution(self.rows, self.shortcut_channels) if self.shortcut_channels else None
+
+    def reference(self, inputs: Sequence[Tensor], tensors: Tensors) -> Tensor:
+        x, second = inputs
+        if self.shortcut is not None:
+            second = self.shortcut.reference([second], {"weight": tensors["shortcut_weight"]})
+        y = self.convolution.reference([x, second], tensors)
+        following = {name.removeprefix("next_"): t for name, t in tensors.items() if name.startswith("next_")}
+        z = self.following.reference([y], following)
+        return torch.cat([part.permute(0, 2, 3, 1).reshape(-1) for part in (y, z)])
+
+    def split(self, both: Tensor, shape: Sequence[Any]) -> tuple[Tensor, Tensor]:
+        """The two results, for a first input of this shape."""
+        return _split(both, shape, self.rows)
+
+    def out_shape(self, shape: Sequence[Any]) -> tuple[Any, ...]:
+        return (shape[0] * shape[2] * shape[3] * (self.rows + self.next_rows),)
+
+    def size(self, x: Tensor) -> int:
+        return self.convolution.size(x)
+
+    def describe(self, x: Tensor) -> str:
+        return f"{self.convolution.describe(x)}, then {self.rows}>{self.next_rows} 1x1"
+
+    @property
+    def weight_shape(self) -> tuple[int, int, int, int]:
+        return self.convolution.weight_shape
+
+
 OPERATIONS: dict[str, type[Operation]] = {
-    kind.__name__: kind for kind in (Convolution, Linear, MaxPool, PooledConvolution, JoinedConvolution)
+    kind.__name__: kind
+    for kind in (Convolution, Linear, MaxPool, PooledConvolution, JoinedConvolution, ChainedConvolution)
 }
+
+
+def split_results(both: Tensor, x: Tensor, rows: int) -> tuple[Tensor, Tensor]:
+    """The two results of a `ChainedConvolution`, for a first input `x`."""
+    return _split(both, x.shape, rows)
+
+
+def _split(both: Tensor, shape: Sequence[Any], rows: int) -> tuple[Tensor, Tensor]:
+    size = shape[0] * shape[2] * shape[3]
+    parts = both[: size * rows], both[size * rows :]
+    y, z = (part.view(shape[0], shape[2], shape[3], -1).permute(0, 3, 1, 2) for part in parts)
+    return y, z
 
 
 def finish(y: Tensor, residual: Sequence[Tensor], activation: str) -> Tensor:

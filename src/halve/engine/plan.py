@@ -47,12 +47,23 @@ class Entry:
         return (self.layer, self.shape, self.kernel, *words, self.reason)
 
 
+@dataclass(frozen=True)
+class PlannedJoin:
+    """Two layers that run in one kernel (see `join.py`)."""
+
+    layer: str
+    other: str
+    family: str
+    variant: str
+
+
 @dataclass
 class Plan:
     """Which kernel each layer uses at each batch size. Prints as a table.
 
     `uncompiled` lists what falls back to eager, and why. `dense` says why no layer runs sparse, if none can. `inductor`
     has the batch sizes at which Inductor compiles what lies between the layers, and the seconds that compiling took.
+    `joins` has the layers that run in one kernel, by batch size.
 
     >>> entry = Entry("fc", "4>2 at 1", "mma_sp 64x64", True, 0.004, 0.006, 0.005, 0.004, "fastest")
     >>> print(Plan({1: [entry]}, {}))
@@ -65,6 +76,7 @@ class Plan:
     uncompiled: dict[str, str]
     dense: str | None = None
     inductor: dict[int, float] = field(default_factory=dict)
+    joins: dict[int, list[PlannedJoin]] = field(default_factory=dict)
 
     def __iter__(self) -> Iterator[Entry]:
         return (entry for entries in self.batches.values() for entry in entries)
@@ -76,6 +88,7 @@ class Plan:
             "uncompiled": self.uncompiled,
             "dense": self.dense,
             "inductor": {str(size): seconds for size, seconds in self.inductor.items()},
+            "joins": {str(size): [asdict(join) for join in joins] for size, joins in self.joins.items()},
         }
 
     @classmethod
@@ -86,6 +99,7 @@ class Plan:
             dict(plain["uncompiled"]),
             plain["dense"],
             {int(size): seconds for size, seconds in plain["inductor"].items()},
+            {int(size): [PlannedJoin(**join) for join in joins] for size, joins in plain["joins"].items()},
         )
 
     def rest(self, batch: int) -> str:
@@ -305,8 +319,6 @@ def _compile_kernels(
     layers: Sequence[Layer], run: Callable[[], object], cache: TimingCache, device: torch.device, sparse: bool
 ) -> None:
     """Compile all kernels that are going to be timed."""
-    if device.type != "cuda":
-        return
     jobs: Jobs = {}
     visit(layers, run, lambda layer, inputs: jobs.update(compilations(layer, inputs, cache, device, sparse)))
     compile_all(jobs)
@@ -314,6 +326,8 @@ def _compile_kernels(
 
 def compilations(layer: Layer, inputs: list[Tensor], cache: TimingCache, device: torch.device, sparse: bool) -> Jobs:
     """What must be compiled before the kernels of a layer are timed: nothing if the times are known."""
+    if device.type != "cuda":
+        return {}
     kernels = _candidates(layer, device, sparse, inputs)
     if cache.get(layer_key(layer, inputs), map(kernel_id, kernels)) is not None:
         return {}

@@ -18,7 +18,7 @@ from halve.cuda_graphs import record
 MAX_RECORDINGS = 16  # per module; the oldest is dropped
 CAPTURE_LOCK = threading.RLock()  # CUDA graph capture is process-wide: only one thread may capture at a time
 Shapes = tuple[tuple[int, ...], ...]
-Recording = tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...], Any, tuple[Tensor, ...]]  # inputs, outputs, weights
+Recording = tuple[torch.cuda.CUDAGraph, tuple[Tensor, ...], Any, tuple[object, ...]]  # inputs, outputs, weights
 
 
 class Recordings:
@@ -34,11 +34,11 @@ class Recordings:
         self.last: torch.cuda.Stream | None = None
 
     def record(
-        self, run: Callable[..., Any], inputs: tuple[Tensor, ...], weights: tuple[Tensor, ...] = ()
+        self, run: Callable[..., Any], inputs: tuple[Tensor, ...], weights: tuple[object, ...] = ()
     ) -> list[Shapes]:
         """Record `run` on inputs of these shapes; returns the shapes whose recordings were dropped.
 
-        A recording reads the weights by address, so it keeps them alive.
+        A recording reads the weights by address, so it keeps them, or what holds them, alive.
         """
         device = inputs[0].device
         with self.lock, torch.cuda.device(device), torch.no_grad():

@@ -10,7 +10,7 @@ import halve
 from halve.engine import timing_cache
 from halve.engine.kernels import registry
 from halve.engine.kernels.kernel import Kernel, KernelFamily, Layout, Piece
-from halve.engine.operations import Convolution, Linear, PooledConvolution
+from halve.engine.operations import ChainedConvolution, Convolution, JoinedConvolution, Linear, PooledConvolution
 from tests.random_masks import random
 
 
@@ -120,7 +120,20 @@ def test_a_new_version_is_timed_again(gathered, monkeypatch):
 )
 def test_every_family_packs_losslessly(device, dtype):
     stem = PooledConvolution(64, 3, (7, 7), (2, 2), (3, 3), "relu", (3, 3), (2, 2), (1, 1))
-    operations = (Convolution(20, 12, (3, 2)), Linear(20, 12), Convolution(24, 16, (3, 3)), Linear(24, 16), stem)
+    chained = ChainedConvolution(256, 24, "relu", 64, "relu", shortcut_channels=16)
+    joined = JoinedConvolution(24, 16, (3, 3), (1, 1), (1, 1), "relu", shortcut_channels=8, shortcut_stride=(2, 2))
+    operations = (
+        *(
+            Convolution(20, 12, (3, 2)),
+            Linear(20, 12),
+            Convolution(24, 16, (3, 3)),
+            Linear(24, 16),
+            stem,
+            joined,
+            chained,
+        ),
+        Convolution(24, 1, (3, 3), groups=24),
+    )
     for family in registry.FAMILIES.values():
         if family.device_type not in (None, device):
             continue
@@ -129,9 +142,15 @@ def test_every_family_packs_losslessly(device, dtype):
             if not family.variants(Piece(operation, dtype, is_2_4=True), torch.device(device)):
                 continue
             tried += 1
-            weight = random(*operation.weight_shape, seed=1).to(dtype)
-            weight[:, [place for place in (0, 2, 5, 7, 8, 9, 12, 13) if place < weight.shape[1]]] = 0
-            tensors = {"weight": weight, "bias": random(operation.rows, seed=2)}
+            shapes = {"weight": operation.weight_shape}
+            if isinstance(operation, JoinedConvolution | ChainedConvolution):
+                shapes["shortcut_weight"] = operation.shortcut.weight_shape
+            if isinstance(operation, ChainedConvolution):
+                shapes["next_weight"] = operation.following.weight_shape
+            tensors = {name: random(*shape, seed=1).to(dtype) for name, shape in shapes.items()}
+            for weight in tensors.values():
+                weight[:, [place for place in (0, 2, 5, 7, 8, 9, 12, 13) if place < weight.shape[1]]] = 0
+            tensors["bias"] = random(operation.rows, seed=2)
             back = family.unpack(operation, family.pack(operation, tensors))
             assert back.keys() == tensors.keys()
             for name, tensor in tensors.items():

@@ -5,17 +5,31 @@ import torch
 from halve.engine.kernels.cpu_sp.family import CpuDense, CpuSparse
 from halve.engine.kernels.cpu_sp.pool import CpuPool
 from halve.engine.kernels.dense.family import Dense
+from halve.engine.kernels.depthwise.family import Depthwise
 from halve.engine.kernels.kernel import Kernel, KernelFamily, Piece
 from halve.engine.kernels.mma_sp.family import MmaDense, MmaSparse
 from halve.engine.kernels.pool.family import Pool
 from halve.engine.kernels.stem.family import Stem
+from halve.engine.kernels.wgmma_sp.chained import Chained
 from halve.engine.kernels.wgmma_sp.family import WgmmaDense, WgmmaSparse
 from halve.engine.kernels.wgmma_sp.joined import JoinedDense, JoinedSparse
 
 FAMILIES: dict[str, KernelFamily] = {
     family.name: family
     for family in (
-        *(Dense(), WgmmaSparse(), WgmmaDense(), JoinedSparse(), JoinedDense(), MmaSparse(), MmaDense(), Stem(), Pool()),
+        *(
+            Dense(),
+            WgmmaSparse(),
+            WgmmaDense(),
+            JoinedSparse(),
+            JoinedDense(),
+            Chained(),
+            MmaSparse(),
+            MmaDense(),
+            Stem(),
+            Pool(),
+        ),
+        Depthwise(),
         *(CpuSparse(), CpuDense(), CpuPool()),
     )
 }

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.fx import GraphModule
 
 from halve.engine.capture.guards import Guards
-from halve.engine.plan import Entry, Plan
+from halve.engine.plan import Entry, Plan, PlannedJoin
 from halve.engine.saved import graph, plain
 from halve.engine.saved.check import check_runs
 from halve.errors import EngineError, FileError
@@ -143,6 +143,7 @@ def _too_long(conditions: Sequence[str]) -> bool:
 
 def _plan(entry: Any) -> Plan:
     batches, uncompiled, dense, inductor = (entry[key] for key in ("batches", "uncompiled", "dense", "inductor"))
+    joins = entry.get("joins", {})  # files of older versions have none
     if not all(type(seconds) in (int, float) for seconds in inductor.values()):
         raise ValueError("its plan must have the seconds that Inductor took")
     return Plan(
@@ -150,4 +151,5 @@ def _plan(entry: Any) -> Plan:
         {plain.check_text(name): plain.check_text(reason) for name, reason in uncompiled.items()},
         None if dense is None else plain.check_text(dense),
         {plain.positive(size): float(seconds) for size, seconds in inductor.items()},
+        {plain.positive(size): [plain.build(PlannedJoin, join) for join in found] for size, found in joins.items()},
     )

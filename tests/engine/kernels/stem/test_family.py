@@ -72,8 +72,8 @@ def test_without_a_gpu_the_reference_runs(family):
 
 
 @pytest.mark.skipif(jit.unavailable() is not None, reason=str(jit.unavailable()))
-@pytest.mark.parametrize("pixels", [16, 112, 128])
-def test_the_kernel_compiles(pixels, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("pixels", "planar"), [(16, False), (112, True), (128, False)])
+def test_the_kernel_compiles(pixels, planar, tmp_path, monkeypatch):
     monkeypatch.setenv("HALVE_CACHE", str(tmp_path))
-    assert b"stem" in launch.machine_code(torch.bfloat16, pixels, "sm_90a")
+    assert b"stem" in launch.machine_code(torch.bfloat16, pixels, planar, "sm_90a")
     assert launch.shared_bytes(pixels) <= 227 * 1024

@@ -48,7 +48,8 @@ class ConvolutionFamily(KernelFamily):
     def reference(self, inputs: Sequence[Tensor], packed: Tensors, convolution: Convolution) -> Tensor:
         """The result in plain PyTorch, with bias and scale in single precision as in the kernels."""
         weight, x = self.unpack_weight(packed, convolution), inputs[0]
-        y = torch.conv2d(x, weight, None, convolution.stride, convolution.padding, convolution.dilation).float()
+        geometry = (convolution.stride, convolution.padding, convolution.dilation, convolution.groups)
+        y = torch.conv2d(x, weight, None, *geometry).float()
         if "bias" in packed:
             y = y + packed["bias"].reshape(1, -1, 1, 1)
         if "scale" in packed:
@@ -74,7 +75,7 @@ class ConvolutionFamily(KernelFamily):
 
     def _check(self, inputs: Sequence[Tensor], packed: Tensors, convolution: Convolution) -> None:
         """Raise `EngineError` if the kernel would misread the arguments or read out of bounds."""
-        x, rows, channels = inputs[0], convolution.rows, convolution.channels
+        x, rows, channels = inputs[0], convolution.rows, convolution.channels * convolution.groups
         if x.dim() != 4 or x.shape[1] != channels:
             raise EngineError(f"the input must have shape (N, {channels}, H, W), got {tuple(x.shape)}")
         shapes = self.packed_shapes(convolution)

@@ -64,6 +64,15 @@ class Kernel:
             call("cuModuleGetFunction", ctypes.byref(self._function), self._module, name.encode())
             call("cuFuncSetAttribute", self._function, _MAX_DYNAMIC_SHARED_SIZE, shared_bytes)
 
+    def resident_blocks(self, threads: int) -> int:
+        """How many blocks of so many threads a multiprocessor holds at the same time."""
+        count = ctypes.c_int()
+        with torch.cuda.device(self.device):
+            _enter_context(self.device)
+            limits = (ctypes.c_int(threads), ctypes.c_size_t(self.shared_bytes))
+            call("cuOccupancyMaxActiveBlocksPerMultiprocessor", ctypes.byref(count), self._function, *limits)
+        return count.value
+
     def launch(
         self,
         grid: tuple[int, int],

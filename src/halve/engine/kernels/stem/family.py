@@ -14,9 +14,11 @@ from halve.errors import EngineError
 
 
 class Stem(KernelFamily):
+    """Reads images as they are, channels last or contiguous."""
+
     name = "stem"
     device_type = "cuda"
-    reads = writes = Layout.NHWC
+    writes = Layout.NHWC
 
     @property
     def version(self) -> str:
@@ -55,5 +57,7 @@ class Stem(KernelFamily):
             raise EngineError(
                 f"the bias must be {operation.rows} values in float32, got {bias.numel()} in {bias.dtype}"
             )
-        x = x if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.channels_last)
+        if not x.is_contiguous(memory_format=torch.channels_last):
+            x = x.contiguous()
+        x = x if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.preserve_format)
         return launch.run(x, weight, bias, operation)

@@ -52,7 +52,7 @@ def strip_rows(images: int, height: int, groups: int) -> int:
 
 
 def run(x: Tensor, packed: Tensor, bias: Tensor, operation: PooledConvolution) -> Tensor:
-    """Launch the kernel on the current stream. Images are channels last and aligned to 16 bytes."""
+    """Launch the kernel on the current stream. Images are channels last or contiguous, and aligned to 16 bytes."""
     images, _, height, width = x.shape
     out_height, out_width = operation.convolution.out_size(height, width)
     out = torch.empty(operation.out_shape(x.shape), dtype=x.dtype, device=x.device, memory_format=_NHWC)
@@ -60,7 +60,7 @@ def run(x: Tensor, packed: Tensor, bias: Tensor, operation: PooledConvolution) -
     processors = driver.processors(x.device.index)
     each = strip_rows(images, pooled_height, processors * _GROUPS)
     per_image = -(-pooled_height // each)
-    kernel = _kernel(x.dtype, out_width, x.device.index)
+    kernel = _kernel(x.dtype, out_width, x.is_contiguous(), x.device.index)
     size, box = (rows, pooled_width, pooled_height, images), (rows, pooled_width, 1, 1)
     shape = _Shape(height, out_height, pooled_height, each, per_image, images * per_image)
     arguments = (x, tensor_map(out, size, box, (1, 1, 1, 1)), packed, bias, shape)
@@ -68,11 +68,11 @@ def run(x: Tensor, packed: Tensor, bias: Tensor, operation: PooledConvolution) -
     return out
 
 
-def machine_code(dtype: torch.dtype, pixels: int, architecture: str) -> bytes:
-    """The cubin for a dtype and the width of the convolution, compiled on first use."""
+def machine_code(dtype: torch.dtype, pixels: int, planar: bool, architecture: str) -> bytes:
+    """The cubin for a dtype, the width of the convolution and the layout of images, compiled on first use."""
     bf16 = dtype == torch.bfloat16
     source = _source().replace("//MULTIPLY", multiply_source(pixels, sparse=False, bf16=bf16))
-    return jit.cubin(source, architecture, (f"-DBF16={int(bf16)}", f"-DPIXELS={pixels}"))
+    return jit.cubin(source, architecture, (f"-DBF16={int(bf16)}", f"-DPIXELS={pixels}", f"-DPLANAR={int(planar)}"))
 
 
 @functools.cache
@@ -92,6 +92,6 @@ def shared_bytes(pixels: int) -> int:
 
 
 @functools.cache
-def _kernel(dtype: torch.dtype, pixels: int, device: int) -> driver.Kernel:
-    code = machine_code(dtype, pixels, driver.architecture(device))
+def _kernel(dtype: torch.dtype, pixels: int, planar: bool, device: int) -> driver.Kernel:
+    code = machine_code(dtype, pixels, planar, driver.architecture(device))
     return driver.Kernel(code, "stem", device, shared_bytes(pixels))

@@ -2,7 +2,7 @@
 // of stride 2, in one kernel. Apart, the result of the convolution takes most of the time: four times as large as what is
 // left of it, it is written and read again.
 //
-// Images are NHWC. In shared memory pixels have four channels, the last zero, so that two pixels take 16 bytes and windows of
+// Images are NHWC, or planes as users have them (PLANAR), which saves a copy of all images. In shared memory pixels have four channels, the last zero, so that two pixels take 16 bytes and windows of
 // neighbouring results begin 16 bytes apart. That is how wgmma reads rows of a matrix without swizzle: the pixels of an input
 // row are the matrix of all windows in it, overlapping. A row of the kernel is 8 pixels by 4 channels, two steps of 16; the
 // last pixel has zero weights.
@@ -11,7 +11,7 @@
 // registers, and the maximum with the two rows before. Meanwhile it loads the next two rows of the input. Results behind ReLU
 // are never negative, so zero stands for what lies outside of the image.
 //
-// Compile-time parameters: BF16 (0, 1), PIXELS (the width of the convolution, a multiple of 16). launch.py generates
+// Compile-time parameters: BF16 (0, 1), PLANAR (0, 1), PIXELS (the width of the convolution, a multiple of 16). launch.py generates
 // `multiply` for PIXELS, in the place of MULTIPLY.
 
 struct alignas(64) TensorMap { u64 opaque[16]; };
@@ -51,7 +51,7 @@ __device__ __forceinline__ u32 larger_of_two(u32 a, u32 b) {
     return c;
 }
 
-// Four pixels of three channels.
+// Four pixels of three channels: one after the other, or each channel of all.
 struct Loaded {
     uint2 part[3];
 };
@@ -88,9 +88,12 @@ stem(const u16* __restrict__ x, const __grid_constant__ TensorMap output, const 
             Loaded loaded = {};
             const int row = 2 * (first_row + pair) - 4 + half;
             if (half < 2 && row >= 0 && row < s.height) {
-                const uint2* at = reinterpret_cast<const uint2*>(from + ((size_t)row * WIDTH + part * 4) * 3);
 #pragma unroll
-                for (int i = 0; i < 3; ++i) loaded.part[i] = __ldg(at + i);
+                for (int i = 0; i < 3; ++i) {
+                    const size_t at = PLANAR ? ((size_t)i * s.height + row) * WIDTH + part * 4
+                                             : ((size_t)row * WIDTH + part * 4) * 3 + i * 4;
+                    loaded.part[i] = __ldg(reinterpret_cast<const uint2*>(from + at));
+                }
             }
             return loaded;
         };
@@ -98,10 +101,17 @@ stem(const u16* __restrict__ x, const __grid_constant__ TensorMap output, const 
             if (half >= 2) return;
             const u32 a = v.part[0].x, b = v.part[0].y, c = v.part[1].x, d = v.part[1].y, e = v.part[2].x, f = v.part[2].y;
             uint2* to = reinterpret_cast<uint2*>(ring + (slot * 2 + half) * ROW_BYTES) + 3 + part * 4;
+#if PLANAR
+            to[0] = make_uint2((a & 0xFFFF) | c << 16, e & 0xFFFF);
+            to[1] = make_uint2(a >> 16 | (c & 0xFFFF0000), e >> 16);
+            to[2] = make_uint2((b & 0xFFFF) | d << 16, f & 0xFFFF);
+            to[3] = make_uint2(b >> 16 | (d & 0xFFFF0000), f >> 16);
+#else
             to[0] = make_uint2(a, b & 0xFFFF);
             to[1] = make_uint2(b >> 16 | c << 16, c >> 16);
             to[2] = make_uint2(d, e & 0xFFFF);
             to[3] = make_uint2(e >> 16 | f << 16, f >> 16);
+#endif
         };
         asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");  // no warp still reads rows of the previous strip
         for (int pair = 0; pair < 4; ++pair) store(load(pair), pair);
@@ -143,7 +153,7 @@ stem(const u16* __restrict__ x, const __grid_constant__ TensorMap output, const 
                     }
 #pragma unroll
                     for (int j = 0; j < COLUMNS; j += 2)
-                        row_best[j / 2][h] = (u32)from_float(result[j]) | (u32)from_float(result[j + 1]) << 16;
+                        row_best[j / 2][h] = two(result[j], result[j + 1]);
                 }
             }
             const bool ends = i > 0 && i % 2 == 0;  // the last of the three rows of a result

@@ -23,13 +23,18 @@
 // SHORTCUT: a 1x1 convolution of a second input is added, as in the blocks of ResNets that change the resolution. Its
 // channels follow those of the first input in the sum.
 //
+// NEXT: the 1x1 convolution that reads the result is computed as well, from the result in shared memory, which saves reading
+// it again. Each warpgroup has all channels of its pixels for that. Memory is the limit of such layers, so weights are dense:
+// with metadata there would be too few registers.
+//
 // Weights come in blocks of 64 output channels by 64 channels of one tap (see packing.py), and a step multiplies one. The
 // metadata of 2:4 blocks is read from registers while products are in flight, which the assembler does not know: `keep` holds
 // them until the products are done.
 //
-// Compile-time parameters: SPARSE, BF16, RESIDUAL, SHORTCUT, OWN, RESIDENT, LIGHT (0, 1), SPLIT (1, 2, 4, 8), BLOCKS, PIXELS (a multiple of 8), PARTS (into which
-// the pixels of a tile are split for storing), STAGES (buffers for these parts per warpgroup), ACTIVATE. launch.py
-// generates `multiply` for PIXELS, in the place of MULTIPLY.
+// Compile-time parameters: SPARSE, BF16, RESIDUAL, SHORTCUT, OWN, RESIDENT, LIGHT (0, 1), SPLIT (1, 2, 4, 8), BLOCKS,
+// PIXELS (a multiple of 8), PARTS (into which the pixels of a tile are split for storing), STAGES (buffers for these parts per
+// warpgroup), ACTIVATE, NEXT (blocks of 64 output channels of the next convolution), ACTIVATE_NEXT. launch.py generates `multiply`
+// for PIXELS, in the place of MULTIPLY.
 
 struct alignas(64) TensorMap { u64 opaque[16]; };
 
@@ -49,6 +54,7 @@ struct Shape {
     int lag;                             // steps by which the second warpgroup starts later
     int shortcut_chunks, shortcut_stride, shortcut_bytes;  // of 64 channels of the second input; its stride; bytes of a box
     int exchange;                        // offset in shared memory of what other blocks of the cluster have summed
+    int next_weights, next_staging;      // offsets in shared memory of the weights and results of the next convolution
     int out_height, out_width, images, image_rows;         // of the result; rows from one image of a tile to the next
     u64 begins;                          // bit t: tap t is the first of its box
     u16 shifts[MAX_TAPS];                // of each tap, in pixels
@@ -64,7 +70,8 @@ constexpr int GROUPS = PIXELS / 8, EACH = (GROUPS + SPLIT - 1) / SPLIT;  // of 8
 static_assert(SPLIT == 1 || (!OWN && BLOCKS == 1), "blocks of a cluster split small tiles");
 static_assert(!SHORTCUT || !RESIDUAL, "the shortcut is the residual");
 static_assert(!RESIDENT || OWN, "resident weights are shared by warpgroups with their own tiles");
-static_assert(IN_PLACE || !(RESIDUAL || SPLIT > 1) || STAGES == BLOCKS * PARTS, "a tile is in shared memory at once");
+static_assert(!NEXT || (!SPARSE && RESIDENT && BLOCKS > 1 && PARTS == 1), "a warpgroup has all channels of its pixels");
+static_assert(IN_PLACE || !(RESIDUAL || NEXT || SPLIT > 1) || STAGES == BLOCKS * PARTS, "a tile is in shared memory at once");
 
 __device__ __forceinline__ void init_barrier(u32 barrier, int arrivals) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals));
@@ -134,14 +141,14 @@ __device__ __forceinline__ void keep(const u32 (&metadata)[BLOCKS]) {
 #endif
 }
 
-__device__ __forceinline__ u32 two(float a, float b) { return (u32)from_float(a) | (u32)from_float(b) << 16; }
-
 // Finishes two 8x8 matrices of sums, or one, and stores them at `to`, where the residual is if there is one.
+template <bool OF_NEXT = false>
 __device__ __forceinline__ void finish(const float* sums, bool pair, u32 to, u32 lane_offset, const float (&factor)[2],
                                        const float (&shift)[2]) {
     const u32 at = to + (pair ? lane_offset : lane_offset & 1023);
+    constexpr bool ADDED = RESIDUAL && !OF_NEXT;
     u32 added[4] = {}, result[4];
-    if (RESIDUAL) {
+    if (ADDED) {
         if (pair)
             asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];"
                          : "=r"(added[0]), "=r"(added[1]), "=r"(added[2]), "=r"(added[3]) : "r"(at) : "memory");
@@ -152,8 +159,8 @@ __device__ __forceinline__ void finish(const float* sums, bool pair, u32 to, u32
 #pragma unroll
     for (int i = 0; i < (pair ? 4 : 2); ++i) {
         float low = fmaf(sums[i * 2], factor[i % 2], shift[i % 2]), high = fmaf(sums[i * 2 + 1], factor[i % 2], shift[i % 2]);
-        if (RESIDUAL) low += to_float((u16)added[i]), high += to_float((u16)(added[i] >> 16));
-        result[i] = two(ACTIVATE(low), ACTIVATE(high));
+        if (ADDED) low += to_float((u16)added[i]), high += to_float((u16)(added[i] >> 16));
+        result[i] = OF_NEXT ? two(ACTIVATE_NEXT(low), ACTIVATE_NEXT(high)) : two(ACTIVATE(low), ACTIVATE(high));
     }
     if (pair)
         asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};"
@@ -184,7 +191,8 @@ struct Place {
 extern "C" __global__ void __launch_bounds__(384, LIGHT ? 2 : 1)
 conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap output,
      const __grid_constant__ TensorMap second, const unsigned char* __restrict__ packed, const float* __restrict__ bias,
-     const float* __restrict__ scale, u16* __restrict__ result, const __grid_constant__ Shape s) {
+     const float* __restrict__ scale, u16* __restrict__ result, const __grid_constant__ TensorMap next_output,
+     const unsigned char* __restrict__ next_packed, const float* __restrict__ next_bias, const __grid_constant__ Shape s) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 base = (u32)__cvta_generic_to_shared(shared);
     const int thread = threadIdx.x, group = thread / 128;
@@ -192,12 +200,12 @@ conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap 
     const int all_weight_slots = weight_rings * s.weight_slots, all_pixel_slots = pixel_rings * s.pixel_slots;
     const u32 weights_full = base + s.barriers, weights_free = weights_full + 8 * all_weight_slots;
     const u32 pixels_full = weights_free + 8 * all_weight_slots, pixels_free = pixels_full + 8 * all_pixel_slots;
-    const u32 residual_full = pixels_free + 8 * all_pixel_slots;
+    const u32 residual_full = pixels_free + 8 * all_pixel_slots, next_full = residual_full + 16;
     if (thread == 0) {
         for (int i = 0; i < all_weight_slots; ++i) init_barrier(weights_full + 8 * i, 1), init_barrier(weights_free + 8 * i, 4);
         for (int i = 0; i < all_pixel_slots; ++i)
             init_barrier(pixels_full + 8 * i, 1), init_barrier(pixels_free + 8 * i, 4 * SHARERS);
-        init_barrier(residual_full, 1), init_barrier(residual_full + 8, 1);
+        init_barrier(residual_full, 1), init_barrier(residual_full + 8, 1), init_barrier(next_full, 1);
         asm volatile("fence.mbarrier_init.release.cluster;");
     }
     // What lies behind a box is read as the margin of its last row. Copies never write there.
@@ -261,6 +269,11 @@ conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap 
             }
         } else if (RESIDENT && warp == 2) {  // copies the weights once
             for (int step = 0; step < steps; ++step) load_weights(step, own_row * BLOCKS, step);
+            if (NEXT) {
+                expect(next_full, NEXT * BLOCKS * BLOCK_BYTES);
+                for (int i = 0; i < NEXT * BLOCKS; ++i)
+                    load_bytes(base + s.next_weights + i * BLOCK_BYTES, next_packed + i * BLOCK_BYTES, BLOCK_BYTES, next_full);
+            }
         } else if (!RESIDENT && warp >= 2) {  // copies the weights of one warpgroup
             const int consumer = warp - 2, first_slot = consumer * s.weight_slots;
             Ring ring;
@@ -291,6 +304,15 @@ conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap 
     int stage = 0, held_slot = -1;
     int lag = SPLIT == 1 && consumer == 0 ? s.lag : 0;  // of the second warpgroup, in the first tile
     u32 residual_phase = 0;
+#if NEXT
+    const u32 next_staging = base + s.next_staging + consumer * NEXT * s.stage_bytes;
+    float next_shift[NEXT][2];
+#pragma unroll
+    for (int m = 0; m < NEXT; ++m)
+#pragma unroll
+        for (int half = 0; half < 2; ++half)
+            next_shift[m][half] = next_bias ? __ldg(next_bias + m * 64 + warp * 16 + lane / 4 + half * 8) : 0.f;
+#endif
     if (SPLIT == 1 && consumer == 1) asm volatile("bar.sync 3, 256;" ::: "memory");
     if (RESIDUAL && t == 0) wait_for_previous_kernel();
 
@@ -461,6 +483,35 @@ conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap 
                 wait_for_warpgroup(consumer);
                 if (t == 0) store_box(output, to, first_row + m * 64, place.x + part * PART_PIXELS, place.y, place.n);
             }
+#if NEXT
+        // Slab k of the result has 64 of its channels, as the tensor core reads pixels. Stores only read it, too.
+        wait(next_full, 0);
+        float next_sums[NEXT][PIXELS / 2];
+        asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+#pragma unroll
+        for (int k = 0; k < BLOCKS; ++k)
+#pragma unroll
+            for (int m = 0; m < NEXT; ++m) {
+                const u64 a = weights_at(base + s.next_weights + (m * BLOCKS + k) * BLOCK_BYTES);
+                const u64 b = pixels_at(staging + k * s.stage_bytes);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) multiply(next_sums[m], a + 128 * i, b + 2 * i, k + i > 0);
+            }
+        asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        wait_for_products<0>();
+        const float one[2] = {1.f, 1.f};
+#pragma unroll
+        for (int m = 0; m < NEXT; ++m) {
+            constexpr int MATRICES = PIXELS / 8;
+            const u32 to = next_staging + m * s.stage_bytes;
+#pragma unroll
+            for (int j = 0; j < MATRICES; j += 2)
+                finish<true>(next_sums[m] + j * 4, j + 1 < MATRICES, to + j * 1024, lane_offset, one, next_shift[m]);
+            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+            wait_for_warpgroup(consumer);
+            if (t == 0) store_box(next_output, to, m * 64, place.x, place.y, place.n);
+        }
+#endif
     }
     if (t == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
 }

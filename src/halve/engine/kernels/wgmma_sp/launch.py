@@ -36,11 +36,17 @@ class Variant(NamedTuple):
     shortcut: bool = False
     split: int = 1
     light: bool = False
+    next: int = 0  # blocks of 64 output channels of the next convolution
+    next_activation: str = "none"
 
     def options(self) -> tuple[str, ...]:
         """Preprocessor definitions for the compiler."""
-        values = {name.upper(): int(value) for name, value in self._asdict().items() if name != "activation"}
-        return (*(f"-D{name}={value}" for name, value in values.items()), f"-DACTIVATE=activate_{self.activation}")
+        values = {name.upper(): value for name, value in self._asdict().items() if not isinstance(value, str)}
+        activations = {"ACTIVATE": self.activation, "ACTIVATE_NEXT": self.next_activation}
+        return (
+            *(f"-D{name}={int(value)}" for name, value in values.items()),
+            *(f"-D{name}=activate_{activation}" for name, activation in activations.items()),
+        )
 
 
 class _Shape(ctypes.Structure):
@@ -53,7 +59,7 @@ class _Shape(ctypes.Structure):
                 *("chunks", "taps", "planes", "row_tiles", "pixel_tiles", "rows", "flat", "tile_rows", "tile_images"),
                 *("tiles_per_image", "stride", "pad_h", "pad_w", "pitch", "box_pixels", "slot_bytes", "stage_bytes"),
                 *("stored_bytes", "pixel_slots", "weight_slots", "staging", "weights", "barriers", "lag"),
-                *("shortcut_chunks", "shortcut_stride", "shortcut_bytes", "exchange"),
+                *("shortcut_chunks", "shortcut_stride", "shortcut_bytes", "exchange", "next_weights", "next_staging"),
                 *("out_height", "out_width", "images", "image_rows"),
             )
         ),
@@ -71,6 +77,8 @@ class Operands(NamedTuple):
     scale: Tensor | None = None
     residual: Tensor | None = None
     shortcut: Tensor | None = None
+    next_packed: Tensor | None = None
+    next_bias: Tensor | None = None
 
 
 def machine_code(variant: Variant, architecture: str) -> bytes:
@@ -98,10 +106,22 @@ def fitting(
     sparse: bool,
     residual: bool = False,
     shortcut: Shortcut | None = None,
+    next_rows: int = 0,
 ) -> Tiling | None:
-    """The tiling of an input; None if the kernel cannot run it in this tile."""
+    """The tiling of an input; None if the kernel cannot run it in this tile.
+
+    Args:
+        x: the input.
+        convolution: what is computed of it.
+        tile: a key of `TILES`.
+        sparse: whether the weights are 2:4.
+        residual: whether a residual is added.
+        shortcut: the convolution of a second input that is added.
+        next_rows: the output channels of the next convolution, if it is computed as well.
+    """
     size = (x.shape[0], x.shape[2], x.shape[3])
-    return _fitting(convolution, size, tile, sparse, residual, driver.processors(x.device.index), shortcut)
+    processors = driver.processors(x.device.index)
+    return _fitting(convolution, size, tile, sparse, residual, processors, shortcut, next_rows)
 
 
 @functools.lru_cache(4096)
@@ -113,6 +133,7 @@ def _fitting(
     residual: bool,
     processors: int,
     shortcut: Shortcut | None,
+    next_rows: int,
 ) -> Tiling | None:
     return tiling(
         *(convolution, size, TILES[tile]),
@@ -120,6 +141,7 @@ def _fitting(
         residual=residual,
         processors=processors,
         shortcut=shortcut,
+        next_rows=next_rows,
     )
 
 
@@ -131,6 +153,7 @@ def variant_of(
     sparse: bool,
     residual: bool = False,
     shortcut: bool = False,
+    following: Convolution | None = None,
 ) -> Variant:
     return Variant(
         sparse=sparse,
@@ -146,6 +169,8 @@ def variant_of(
         parts=plan.parts,
         stages=plan.stages,
         activation=convolution.activation,
+        next=0 if following is None else following.rows // SIDE,
+        next_activation="none" if following is None else following.activation,
     )
 
 
@@ -153,12 +178,29 @@ def run(
     operands: Operands, convolution: Convolution, plan: Tiling, sparse: bool, shortcut: Shortcut | None = None
 ) -> Tensor:
     """Launch the kernel on the current stream. `shortcut` describes the shortcut, if there is one."""
+    x = operands.x
+    out_size = convolution.out_size(*x.shape[2:])
+    out = torch.empty((len(x), convolution.rows, *out_size), dtype=x.dtype, device=x.device, memory_format=_NHWC)
+    launch(operands, convolution, plan, sparse, out, shortcut)
+    return out
+
+
+def launch(
+    operands: Operands,
+    convolution: Convolution,
+    plan: Tiling,
+    sparse: bool,
+    out: Tensor,
+    shortcut: Shortcut | None = None,
+    following: Convolution | None = None,
+    next_out: Tensor | None = None,
+) -> None:
+    """Launch the kernel on the current stream. `out` and `next_out` get the results, also of the next convolution."""
     x, second = operands.x, operands.residual
-    images, _, height, width = x.shape
-    out_size = convolution.out_size(height, width)
-    out = torch.empty((images, convolution.rows, *out_size), dtype=x.dtype, device=x.device, memory_format=_NHWC)
     residual, joined = second is not None, shortcut is not None
-    variant = variant_of(plan, convolution, x.dtype, sparse=sparse, residual=residual, shortcut=joined)
+    variant = variant_of(
+        plan, convolution, x.dtype, sparse=sparse, residual=residual, shortcut=joined, following=following
+    )
     kernel = _kernel(variant, x.device.index, plan.shared_bytes)
     stored = more = _map(out, plan.stored, plan.flat)
     if shortcut is not None and operands.shortcut is not None:
@@ -176,11 +218,13 @@ def run(
             operands.bias,
             operands.scale,
             out,
+            stored if next_out is None else _map(next_out, plan.stored, plan.flat),
+            operands.next_packed,
+            operands.next_bias,
             _shape(plan, convolution, out, shortcut),
         ),
         plan.tile.split,
     )
-    return out
 
 
 def _map(x: Tensor, box: tuple[int, int, int], flat: bool, stride: int = 1) -> TensorMap:
@@ -219,6 +263,8 @@ def _shape(plan: Tiling, convolution: Convolution, out: Tensor, shortcut: Shortc
         shortcut_stride=1 if shortcut is None else shortcut.stride,
         shortcut_bytes=2 * SIDE * math.prod(plan.shortcut_box),
         exchange=plan.exchange,
+        next_weights=plan.next_weights,
+        next_staging=plan.next_staging,
         out_height=out.shape[2],
         out_width=out.shape[3],
         images=out.shape[0],

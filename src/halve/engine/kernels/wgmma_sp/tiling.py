@@ -50,6 +50,7 @@ TILES = {
         Tile(1, 96, light=True),
         Tile(1, 64, own=True, light=True),
         Tile(1, 96, own=True, light=True),
+        Tile(4, 64, own=True),
     )
 }
 
@@ -92,6 +93,8 @@ class Tiling:
     staging: int
     weights: int
     exchange: int
+    next_weights: int
+    next_staging: int
     barriers: int
     shared_bytes: int
     lag: int
@@ -118,6 +121,7 @@ def tiling(
     residual: bool,
     processors: int,
     shortcut: Shortcut | None = None,
+    next_rows: int = 0,
 ) -> Tiling | None:
     """Split a supported convolution on images of a size (images, height, width) into tiles; None if it does not fit.
 
@@ -130,7 +134,7 @@ def tiling(
     """
     flat = convolution.pointwise and (shortcut is None or shortcut.stride == 1)
     split = _flat(size, tile) if flat else _rows(convolution, size, tile)
-    return None if split is None else _fit(convolution, split, tile, sparse, residual, processors, shortcut)
+    return None if split is None else _fit(convolution, split, tile, sparse, residual, processors, shortcut, next_rows)
 
 
 @dataclass(frozen=True)
@@ -192,6 +196,7 @@ def _fit(
     residual: bool,
     processors: int,
     shortcut: Shortcut | None,
+    next_rows: int,
 ) -> Tiling | None:
     order, stride, dilation = taps(convolution), convolution.stride[0], convolution.dilation
     shifts = [row // stride * dilation[0] * split.pitch + column // stride * dilation[1] for row, column in order]
@@ -203,7 +208,7 @@ def _fit(
         return None  # storing would write to the margin behind the box
     slot = _rounded(max(box_pixels, split.pixels + max(shifts), stored_pixels)) * _PIXEL_BYTES
     parts = _parts(tile, split.flat)
-    whole = residual or tile.split > 1  # a tile is in shared memory at once
+    whole = residual or next_rows > 0 or tile.split > 1  # a tile is in shared memory at once
     stages = 0 if in_place else tile.blocks * parts if whole else min(2, tile.blocks * parts)
     stage_bytes = _rounded(max(split.pixels // parts, stored_pixels)) * _PIXEL_BYTES
     chunks, added = -(-convolution.channels // SIDE), 0 if shortcut is None else -(-shortcut.channels // SIDE)
@@ -216,10 +221,12 @@ def _fit(
         finished = -(-split.pixels // 8 // tile.split)  # groups of 8 pixels that a block finishes
         stage_bytes = max(stage_bytes, tile.split * finished * 8 * _PIXEL_BYTES // parts)
         exchanged = (tile.split - 1) * 2 * finished * 8 * SIDE * 4
-    weight_bytes = tile.blocks * (4608 if sparse else 8192)
-    left = (
-        (_HALF_SHARED_BYTES if tile.light else SHARED_BYTES) - 2 * stages * stage_bytes - exchanged - 1024
-    )  # for barriers
+    block_bytes = 4608 if sparse else 8192
+    weight_bytes = tile.blocks * block_bytes
+    next_blocks = next_rows // SIDE
+    next_stored, next_weight_bytes = 2 * next_blocks * stage_bytes, next_blocks * weight_bytes
+    available = _HALF_SHARED_BYTES if tile.light else SHARED_BYTES
+    left = available - 2 * stages * stage_bytes - exchanged - next_stored - next_weight_bytes - 1024  # for barriers
     rings = 2 if tile.own else 1
 
     def boxes(count: int) -> int:  # that the first steps of a tile read
@@ -227,6 +234,8 @@ def _fit(
 
     slots_needed = 2
     resident = tile.own and row_tiles <= processors and steps * (weight_bytes + 16) + 2 * slots_needed * slot <= left
+    if next_rows and not (resident and split.flat and convolution.rows == tile.channels and next_rows % SIDE == 0):
+        return None  # a warpgroup needs all channels of its pixels, and all weights
     if resident:
         pixel_slots, weight_slots = min(6, (left - steps * (weight_bytes + 16)) // (2 * slot)), steps
     else:
@@ -237,10 +246,12 @@ def _fit(
             return None
     staging = rings * pixel_slots * slot
     exchange = staging + 2 * stages * stage_bytes
-    weights = exchange + exchanged
+    next_staging = exchange + exchanged
+    weights = next_staging + next_stored
     weight_rings = 1 if resident else 2
-    barriers = weights + weight_rings * weight_slots * weight_bytes
-    count = 2 * (weight_rings * weight_slots + rings * pixel_slots) + 2
+    next_weights = weights + weight_rings * weight_slots * weight_bytes
+    barriers = next_weights + next_weight_bytes
+    count = 2 * (weight_rings * weight_slots + rings * pixel_slots) + 3
     return Tiling(
         tile=tile,
         pixels=split.pixels,
@@ -269,6 +280,8 @@ def _fit(
         staging=staging,
         weights=weights,
         exchange=exchange,
+        next_weights=next_weights,
+        next_staging=next_staging,
         barriers=barriers,
         shared_bytes=barriers + 8 * count,
         lag=min(steps, 4) if len(order) > 1 and boxes(4) <= pixel_slots else 1,
