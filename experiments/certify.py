@@ -13,7 +13,6 @@ images, by default to experiments/results/certify.json.
 
 import argparse
 import datetime
-import itertools
 import json
 import statistics
 import sys
@@ -78,7 +77,7 @@ RUNS = {
         for name in ("digits", "cifar_resnet20", "resnet50_v1")
     },
     "resnet20_flips": Run("cifar_resnet20", "flips", None, 10_000, None, "exact binomial"),
-    "resnet50_flips": Run("resnet50_v1", "flips", None, 7_400, None, "exact binomial"),
+    "resnet50_flips": Run("resnet50_v1", "flips", None, 500, None, "exact binomial"),
 }
 MASKS = {"digits": "learned, 1 minute on one core", "cifar_resnet20": "learned, 5 minutes on one core"}
 MASKS["resnet50_v1"] = "magnitude, recalibrated"
@@ -270,12 +269,11 @@ class Prover:
 
 
 def flips(name: str, assets: Path, folder: Path) -> dict[str, Any]:
-    """The flips of a network over all test images there are."""
+    """The flips of a network over its test images: none of them was seen when the masks were made."""
     one = subject(name, folder)
-    tests = [_test(name)] if name == "cifar_resnet20" else [_test(name), "in20_val_dev", "in20_train"]
-    data = [load_data(str(assets / test), PREPROCESSING[name], batch_size=50).loader for test in tests]
+    data = load_data(str(assets / _test(name)), PREPROCESSING[name], batch_size=50).loader
     started = time.perf_counter()
-    found = halve.certify(one.model, one.masks, itertools.chain(*data), confidence=0.999)
+    found = halve.certify(one.model, one.masks, data, confidence=0.999)
     seconds = time.perf_counter() - started
     keys = ("images", "same", "agreement", "share")
     return {key: found.result[key] for key in keys} | {"sentence": str(found), "seconds": seconds}

@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from benchmarks.soundness import image, network
+from halve.certify import crown
 from halve.certify.changes import WeightBox
 from halve.certify.crown import Bounds, proven_margins
 from halve.certify.network import network_of
@@ -83,3 +84,22 @@ def test_an_image_that_overflows_leaves_the_others_alone():
     alone = Bounds(captured, around(x[::2], torch.full_like(x[::2], 1e-3))).margins(labels[::2])
     assert bounds.overflow.tolist() == [False, True, False]
     assert bounds.margins(labels) == [pytest.approx(alone[0]), -float("inf"), pytest.approx(alone[1])]
+
+
+def linear(weight, bias):
+    layer = nn.Linear(len(weight[0]), len(weight)).double().requires_grad_(False)
+    layer.weight.data, layer.bias.data = (torch.tensor(one, dtype=torch.float64) for one in (weight, bias))
+    return layer
+
+
+def test_intervals_that_overflow_are_not_used_by_the_next_round(monkeypatch):
+    """Intervals that are twice as wide as the values exceed the largest number, those of the next round do not."""
+    once, back = linear([[1, 1], [1, -1]], [10, 10]), linear([[0.5, 0.5], [0.5, -0.5]], [-8.5, 1.5])  # x + 1.5
+    split = linear([[10, 0], [10, 0]], [25, -15])  # v + 40 and v, for v = 10 times the first input
+    model = nn.Sequential(once, nn.ReLU(), back, nn.ReLU(), split, nn.ReLU(), linear([[1, 0], [0, 1]], [-35, 0]))
+    x = torch.zeros(1, 2, dtype=torch.float64)
+    captured, box = network_of(model, x), Interval(x - 1, x + 1)
+    monkeypatch.setattr(crown, "LARGEST", 55.0)
+    assert [bool(Bounds(captured, box, tighten=tighten).overflow) for tighten in (False, True)] == [True, False]
+    [found] = proven_margins(captured, box, {}, [0], False)
+    assert found.bound <= float(model(torch.tensor([[-1.0, 0]], dtype=torch.float64)) @ x.new_tensor([1, -1]))

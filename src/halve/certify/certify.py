@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from halve.batches import Forward, Progress
@@ -15,7 +16,6 @@ from halve.certify.region import region as certify_region
 from halve.certify.reuse import reuse as certify_reuse
 from halve.certify.worst_mask import worst_mask as certify_worst_mask
 from halve.errors import CertificateError, OptionError, listed
-from halve.learn.frozen import device_of
 from halve.masks.apply import OnChanged, applied_in_checkpoint_order, apply, check_dense, restore_order
 from halve.masks.mask import MaskSet
 from halve.modules import check_initialised, clone, unwrapped
@@ -45,6 +45,7 @@ def certify(
     also_dense: bool = False,
     changed_blocks: int | None = None,
     optimise: bool = True,
+    device: Literal["cpu", "cuda"] = "cpu",
     check: Certificate | str | Path | None = None,
     forward: Forward | None = None,
     progress: Progress = True,
@@ -82,6 +83,8 @@ def certify(
         changed_blocks: Certify that no change of at most this many blocks of the masks changes the prediction, and find
             how many an adversary needs.
         optimise: Optimise the bounds where they do not suffice at first (alpha-CROWN). Default: True.
+        device: Where bounds are computed: "cpu" (default) or "cuda", which takes several images at once. Bounds have
+            not been measured on a GPU yet.
         check: A certificate or its file: compute it again with its own settings. Raises `CertificateError` unless
             weights, masks and images are the same, and the result is too.
         forward: `forward(model, batch)` runs a network on an unusual batch; for flips.
@@ -115,7 +118,7 @@ def certify(
     if check is not None:
         claimed = check if isinstance(check, Certificate) else Certificate.load(check)
         options = _options_of(claimed, options)
-    _check_options(masks, against, reference, forward, options)
+    _check_options(masks, against, reference, forward, device, options)
     check_initialised(model)
     digests = {"weights": digest_of_model(model)}
     for name, one in (("masks", masks), ("other_masks", against)):
@@ -128,9 +131,7 @@ def certify(
     if any(options[name] is not None for name in PROOFS):
         assert masks is not None
         masked, dense = applied_in_checkpoint_order(model, masks, on_changed), restore_order(model, masks)
-        if device_of(model).type not in ("cpu", "cuda"):  # others have no float64
-            masked, dense = masked.cpu(), dense.cpu()
-        found = _proven(masked, dense, masks, data, digests, options, progress)
+        found = _proven(masked.to(device), dense.to(device), masks, data, digests, options, progress)
     else:
         networks = [apply(model, one, on_changed=on_changed).eval() for one in (masks, against) if one is not None]
         found = _counted(networks or [clone(model).eval()], compared, data, digests, options, forward, progress)
@@ -193,6 +194,7 @@ def _check_options(
     against: MaskSet | None,
     reference: nn.Module | None,
     forward: Forward | None,
+    device: str,
     options: Mapping[str, Any],
 ) -> None:
     confidence, share, by = options["confidence"], options["share"], options["by"]
@@ -216,6 +218,10 @@ def _check_options(
             f"{given[0]}= cannot be combined with another statement, nor with share=, by=, "
             f"against=, reference= or forward="
         )
+    if device not in ("cpu", "cuda"):
+        raise OptionError(f"device must be 'cpu' or 'cuda', got {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise OptionError("device='cuda' needs a CUDA GPU; bounds are computed on the CPU by default")
     if (options["mean"] is None) != (options["std"] is None):
         raise OptionError("mean= and std= belong together: pass both, or neither")
     if masks is None and (given or reference is None):

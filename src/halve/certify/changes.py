@@ -110,4 +110,4 @@ class BlockChanges(Change):
 
 def _split(table: Tensor, numbers: int) -> tuple[Tensor, ...]:
     """Rows of all images, (images, rows, ...), some at a time, if each takes so many numbers."""
-    return table.split(max(1, _MOST[table.device.type] // (numbers * len(table))), 1)
+    return torch.split(table, max(1, _MOST[table.device.type] // (numbers * len(table))), 1)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from halve.certify.network import Network
 from halve.certify.operators import Change, Layer, ReLU
-from halve.certify.rounding import UNIT, Interval, Owners, around, dot, loss, per_row, total
+from halve.certify.rounding import LARGEST, UNIT, Interval, Owners, around, dot, loss, per_row, total
 
 _ROWS = {"cpu": 1 << 21, "cuda": 1 << 26}  # coefficients at a time, about as many as fit into a cache
 _ENOUGH = 4  # how many times as many coefficients of all nodes together, where gradients need them
@@ -53,7 +53,7 @@ class Bounds:
     seconds: float = float("inf")
     values: list[Interval] = field(default_factory=list, init=False)
     fixed: list[bool] = field(default_factory=list, init=False)
-    overflow: Tensor = field(init=False)  # images whose values exceed the range of float64: nothing is proven for them
+    overflow: Tensor = field(init=False)  # images whose values exceed `LARGEST`: nothing is proven for them
     assumed: list[str] = field(init=False)  # per image, the module from which on rounding before changes is assumed
 
     def __post_init__(self) -> None:
@@ -91,7 +91,7 @@ class Bounds:
         assert node.operator is not None
         inputs = [self.values[i] for i in node.inputs]
         found = node.operator.interval(inputs)
-        if self.known is not None:
+        if self.known is not None and not self.fixed[place]:  # what is fixed says itself whether it is assumed
             before = self.known[place]
             low = torch.maximum(found.low, before.low)
             found = Interval(low, torch.maximum(low, torch.minimum(found.high, before.high)))
@@ -111,7 +111,7 @@ class Bounds:
 
     def _finite(self, value: Interval) -> Interval:
         """The interval, with zeros for images that overflow: comparisons with NaN would be wrong from there on."""
-        good = (value.low.isfinite() & value.high.isfinite()).flatten(1).all(1)
+        good = (value.magnitude <= LARGEST).flatten(1).all(1)  # also false for NaN
         if bool(good.all()):
             return value
         self.overflow |= ~good
@@ -210,7 +210,7 @@ class Bounds:
                 some = Owners.of(image[wrong], images)
                 bounds[wrong] = self.optimised(rows[wrong], -1, some, _STEPS, _RATE)
             found = found.scatter_reduce(0, image, bounds, "amin")
-        return torch.where(self.overflow, -math.inf, found).tolist()  # type: ignore[no-any-return]
+        return torch.where(self.overflow, -math.inf, found).tolist()
 
     def optimised(self, rows: Tensor, place: int, owners: Owners | None, steps: int, rate: float) -> Tensor:
         """Like `lower`, with slopes below ReLUs found by gradient descent (alpha-CROWN); never worse.
@@ -285,5 +285,7 @@ def proven_margins(
         open_ = [place for place, i in enumerate(left) if not found[i].bound > 0]
         if not open_:
             break
-        left, known = [left[place] for place in open_], [Interval(x.low[open_], x.high[open_]) for x in bounds.values]
+        left = [left[place] for place in open_]
+        overflow = bool(bounds.overflow[open_].any())  # the values of these images are not known
+        known = None if overflow else [Interval(x.low[open_], x.high[open_]) for x in bounds.values]
     return found

@@ -604,12 +604,8 @@ class MaxPool(Operator):
         places = torch.nn.functional.pad(places, sides, value=-1)
         result = torch.full(best.shape, -math.inf, dtype=high.dtype, device=high.device)
         for offsets in itertools.product(*map(range, self.kernel)):
-            window = (
-                ...,
-                *(
-                    slice(at * step, at * step + (size - 1) * stride + 1, stride)
-                    for at, step, size, stride in zip(offsets, self.dilation, best.shape[2:], self.stride, strict=True)
-                ),
-            )
+            across = zip(offsets, self.dilation, best.shape[2:], self.stride, strict=True)
+            ends = [(at * step, at * step + (size - 1) * stride + 1, stride) for at, step, size, stride in across]
+            window = (..., *(slice(*one) for one in ends))
             result = torch.where(places[window] != best, torch.maximum(result, padded[window]), result)
         return result

@@ -7,9 +7,9 @@ for Winograd, FFT or emulated arithmetic. PyTorch computes float64 convolutions 
 """
 
 import contextlib
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -18,7 +18,9 @@ from torch import Tensor
 from halve.errors import CertificateError
 
 UNIT = 2.0**-53
-_TINY = 1e-250  # far more than what is lost where numbers underflow
+_TINY = 1e-250  # far more than what is lost where numbers up to `LARGEST` underflow
+LARGEST = 1e50
+_EMULATE = "CUBLAS_EMULATE_DOUBLE_PRECISION"
 _MARGIN = 16  # operations besides the sum: products, an addition, and computing the bound itself
 
 
@@ -122,18 +124,18 @@ def dot(
     """
     count = rows[0].numel()
     if positive is negative:
-        slack = (error + positive.abs() * gamma(count)) * (1 + gamma(count))
+        slack = (error + positive.abs() * gamma(count)) * (1 + gamma(count)) + _TINY
         return _dot(rows, positive, owners) - _dot(rows.abs(), slack, owners)
     plus = rows.clamp(min=0)
     minus = rows - plus
     size = torch.maximum(positive.abs(), negative.abs())
-    slack = (error + size * gamma(count)) * (1 + gamma(count))
+    slack = (error + size * gamma(count)) * (1 + gamma(count)) + _TINY
     return _dot(plus, positive - slack, owners) + _dot(minus, negative + slack, owners)
 
 
 def loss(rows: Tensor, error: Tensor, owners: Owners | None = None) -> Tensor:
     """An upper bound of what an error of each value, (images, ...), takes off the dot products of rows."""
-    return _dot(rows.abs(), error * (1 + gamma(rows[0].numel())), owners)
+    return _dot(rows.abs(), error * (1 + gamma(rows[0].numel())) + _TINY, owners)
 
 
 def _dot(rows: Tensor, vector: Tensor, owners: Owners | None) -> Tensor:
@@ -157,20 +159,22 @@ def exact_convolutions() -> Iterator[None]:
         yield
 
 
-@cache
 def check_products(device: torch.device) -> None:
-    """Raise `CertificateError` if matrix products in float64 do not follow the error bound on a device.
+    """Raise `CertificateError` unless matrix products in float64 follow the error bound on a device.
 
     Emulated products (fixed-point slices, as cuBLAS offers them) lose what is small beside the largest number of a row.
+    cuBLAS may emulate large products only, which one product does not show: it must not be told to emulate any.
 
     >>> check_products(torch.device("cpu"))
     """
+    if device.type not in ("cpu", "cuda"):
+        raise CertificateError(f"bounds are computed in float64 on CPUs and CUDA GPUs, not on {device}")
+    if device.type == "cuda" and (told := os.environ.get(_EMULATE, "0")) != "0":
+        raise CertificateError(f"bounds need float64 products that are not emulated: unset {_EMULATE}, which is {told}")
     size = 256
     left = torch.eye(size, dtype=torch.float64, device=device)
     left[:, 0] = 2.0**100
     right = torch.full((size, size), 1 / 3, dtype=torch.float64, device=device)
     right[0] = 0.0
     if not bool(((left @ right)[1:] == 1 / 3).all()):
-        raise CertificateError(
-            f"matrix products in float64 are not exact enough on {device}: is CUBLAS_EMULATE_DOUBLE_PRECISION set?"
-        )
+        raise CertificateError(f"matrix products in float64 are not exact enough on {device} to compute bounds there")
