@@ -62,7 +62,8 @@ def certify(
 
     Args:
         model: The dense model. It is not changed. For an updated checkpoint, the updated model.
-        masks: Its masks; None compares the model itself with `reference`, such as a compiled network.
+        masks: Its masks; None compares the model itself with `reference`, such as a compiled network, or an exported
+            one that `halve.load_onnx` has loaded.
         data: Batches of images, drawn at random from those that the statement is about.
         share: Stop counting as soon as this share is proven, or refuted. The bound then holds at all times at once,
             which takes about half as many images again. The images must come in random order.
@@ -152,8 +153,10 @@ def _counted(
     running: dict[str, Any] = {"confidence": options["confidence"], "forward": forward, "progress": progress}
     if len(networks) > 1:
         return flips.compare((networks[0], networks[1]), compared, data, digests, **running)
-    names = ("masked" if "masks" in digests else "this", "reference" if "reference" in digests else "dense")
-    wanted = {"share": options["share"], "by": options["by"]}
+    runtime = getattr(networks[0], "runtime", None)  # of networks that PyTorch does not run: exported ones
+    name = "masked" if "masks" in digests else "this" if runtime is None else "exported"
+    names = (name, "reference" if "reference" in digests else "dense")
+    wanted = {"share": options["share"], "by": options["by"], "runtime": runtime}
     return flips.flips(networks[0], compared, data, digests, names=names, **wanted, **running)
 
 

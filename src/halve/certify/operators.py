@@ -15,6 +15,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -606,6 +607,6 @@ class MaxPool(Operator):
         for offsets in itertools.product(*map(range, self.kernel)):
             across = zip(offsets, self.dilation, best.shape[2:], self.stride, strict=True)
             ends = [(at * step, at * step + (size - 1) * stride + 1, stride) for at, step, size, stride in across]
-            window = (..., *(slice(*one) for one in ends))
+            window: tuple[Any, ...] = (..., *(slice(*one) for one in ends))
             result = torch.where(places[window] != best, torch.maximum(result, padded[window]), result)
         return result
