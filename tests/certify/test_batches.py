@@ -103,3 +103,22 @@ def test_intervals_that_overflow_are_not_used_by_the_next_round(monkeypatch):
     assert [bool(Bounds(captured, box, tighten=tighten).overflow) for tighten in (False, True)] == [True, False]
     [found] = proven_margins(captured, box, {}, [0], False)
     assert found.bound <= float(model(torch.tensor([[-1.0, 0]], dtype=torch.float64)) @ x.new_tensor([1, -1]))
+
+
+class Branches(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.one, self.other, self.head = nn.Linear(4, 6), nn.Linear(4, 6), nn.Linear(12, 3)
+
+    def forward(self, x):
+        return self.head(torch.cat([self.one(x).relu(), self.other(x).relu()], 1))
+
+
+def test_slopes_of_other_branches_are_left_alone():
+    """The second branch has no ReLU before it whose slope could be optimised, only one beside it."""
+    torch.manual_seed(0)
+    model, x = Branches().double().requires_grad_(False), torch.zeros(1, 4, dtype=torch.float64)
+    captured, box = network_of(model, x), Interval(x - 1, x + 1)
+    plain, inside = Bounds(captured, box), Bounds(captured, box, steps=2)
+    for one, other in zip(inside.values, plain.values, strict=True):
+        assert torch.allclose(one.low, other.low)

@@ -234,6 +234,8 @@ class Bounds:
                 return best
             with torch.enable_grad():
                 found = self.lower(rows, place, owners, slopes)
+                if not found.requires_grad:  # these ReLUs are in other branches
+                    return best
                 optimizer.zero_grad()
                 (-found[best <= 0].sum()).backward()
             best = torch.maximum(best, found.detach())
