@@ -5,8 +5,8 @@
 
 Weights are random, masked by magnitude: the speed does not depend on which weights are kept. Systems are timed in
 interleaved rounds. Writes benchmarks/results/cpu.json (one record per measurement) and cpu_layers.json (one per layer
-of each plan). Records of other networks and dtypes are kept. ONNX Runtime and OpenVINO are measured if they are
-installed, with onnxscript. Needs torch, torchvision, numpy and safetensors.
+of each plan). Records of other networks, dtypes and batch sizes are kept. ONNX Runtime and OpenVINO are measured if
+they are installed, with onnxscript. Needs torch, torchvision, numpy and safetensors.
 """
 
 import argparse

@@ -6,7 +6,8 @@
 Weights are random, masked by magnitude: the speed does not depend on which weights are kept. Systems are timed in
 interleaved rounds. torch.compile is slow to compile and only measured at --compile-batches. Writes
 benchmarks/results/gpu.json (one record per measurement) and gpu_layers.json (one per layer of each plan). Records of
-other networks and dtypes are kept. Does nothing without a GPU. Needs torch, torchvision, numpy and safetensors.
+other networks, dtypes and batch sizes are kept. Does nothing without a GPU. Needs torch, torchvision, numpy and
+safetensors.
 """
 
 import argparse
@@ -72,11 +73,17 @@ def read(path: Path) -> list[dict[str, object]]:
 
 
 def write(path: Path, found: list[dict[str, object]]) -> None:
-    """Replace all records of these networks and dtypes, since times of different runs are not comparable."""
+    """Replace all records of these networks, dtypes and batch sizes: times of different runs are not comparable."""
+
+    def key(record: dict[str, object]) -> tuple[str, str, int]:
+        return str(record["network"]), str(record["dtype"]), int(str(record["batch"]))
+
     path.parent.mkdir(parents=True, exist_ok=True)
-    measured = {(record["network"], record["dtype"]) for record in found}
-    others = [record for record in read(path) if (record["network"], record["dtype"]) not in measured]
-    path.write_text(json.dumps(sorted(others + found, key=lambda record: str(record["network"])), indent=1) + "\n")
+    measured = set(map(key, found))
+    records = [record for record in read(path) if key(record) not in measured] + found
+    for place, descending in ((2, False), (1, True), (0, False)):  # by network, float32 first, batch size
+        records.sort(key=lambda record, place=place: key(record)[place], reverse=descending)
+    path.write_text(json.dumps(records, indent=1) + "\n")
 
 
 def main() -> None:

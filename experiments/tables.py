@@ -10,8 +10,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import sketches
 from certified import certified_figure
 from figure import figure
+from idea import idea
+from plots import accuracy_against_time, cpu_bars, speed_bars
 from records import (
     METRICS,
     ROOT,
@@ -44,13 +47,16 @@ METHODS = {
     "magnitude": "magnitude",
     "magnitude_permuted": "magnitude, permuted",
     "paper": "the paper's recipe",
+    "paper_tuned": "the same at its best",
     "halve": "halve",
     "halve_recalibrated": "halve, recalibrated",
+    "halve_norms": "halve, norms learned",
+    "halve_plan": "halve, where it pays",
 }
 SYSTEMS = {
     "eager": "eager",
     "compile": "torch.compile",
-    "compile_freezing": "with freezing",
+    "compile_freezing": "torch.compile, freezing",
     "best_dense": "folded, dense",
     "halve_dense": "our kernels, dense",
     "halve": "halve",
@@ -151,8 +157,9 @@ def sparsity_alone() -> dict[str, float]:
 def speed_limit() -> str:
     """What the README says under "Limits"."""
     return prose(
-        f"- **Networks.** Speed on a GPU has been measured on {_networks()}: {span(speedups(1))}x. Where little time is spent in "
-        "masked layers, the gain comes from fusion and from kernels for depthwise convolutions and pooling, not from masks."
+        f"- **Networks.** Speed on a GPU has been measured on {_networks()}: {span(speedups(1))}x. Where little time "
+        "is spent in masked layers, the gain comes from fusion and from kernels for depthwise convolutions and "
+        "pooling, not from masks."
     )
 
 
@@ -231,14 +238,18 @@ def learn_gpu() -> str:
 def gpu() -> str:
     """Whole networks on a GPU: milliseconds per batch, and the speed-up over the best dense version."""
     ms, rows = times(), []
+    systems = {system: name for system, name in SYSTEMS.items() if any(key[2] == system for key in ms)}
     for network, batch in networks_and_batches():
-        found = [ms.get((network, batch, system)) for system in SYSTEMS]
+        found = [ms.get((network, batch, system)) for system in systems]
         dense, ours = best_dense(network, batch), ms.get((network, batch, "halve"))
         ratio = f"{dense / ours:.2f}x" if dense and ours else ""
         rows.append([f"{name_of(network)}, batch {batch}", *("" if t is None else f"{t:.3f}" for t in found), ratio])
     records = recorded("benchmarks/results/gpu.json")
-    note = f"{measured_on(records)}; {records[0]['dtype']}, 224 px (`benchmarks/bench_gpu.py`)."
-    return f"{table(['ms per batch', *SYSTEMS.values(), 'over the fastest dense'], rows)}\n\n{note}"
+    note = (
+        f"{measured_on(records)}; {records[0]['dtype']}, 224 px (`benchmarks/bench_gpu.py`). Systems without a time "
+        "were not part of that run."
+    )
+    return f"{table(['ms per batch', *systems.values(), 'over the fastest dense'], rows)}\n\n{prose(note)}"
 
 
 def cpu() -> str:
@@ -375,9 +386,10 @@ def certify_proofs() -> str:
         if "median_radius" in record:
             unit, scale = ("/255", 255.0) if record["statement"] == "region" else ("", 1.0)
             certified = f"median {scale * record['median_radius']:.2g}{unit}"
-            attack = f"from {scale * record['median_attack_radius']:.2g}{unit} on"
+            if record["median_attack_radius"] is not None:
+                attack = f"from {scale * record['median_attack_radius']:.2g}{unit} on"
         else:
-            attack = f"{100 * record['attack']:.0f} %"
+            attack = "" if record["attack"] is None else f"{100 * record['attack']:.0f} %"
             loss = "" if record["tightness"] is None else f"{record['tightness']:.1f}"
             if record["out_of_time"]:
                 certified += f" ({record['out_of_time']} not finished in 200 s)"
@@ -508,6 +520,79 @@ EXPORTED = {
 }
 
 
+def resnet50_learned() -> str:
+    """How the recorded masks of the ResNet-50 tutorial were learned."""
+    found = learned("resnet50_v1")
+    steps = span([r["settings"]["steps_done"] for r in found], "{:,}")
+    settings = found[0]["settings"]
+    return prose(
+        f"Recorded: {len(found)} runs, {span([r['seconds'] for r in found], '{:.0f}')} seconds each, {steps} steps of "
+        f"{settings['batch']} photos at {settings['size']} px ({measured_on(found)})."
+    )
+
+
+def resnet50_accuracy() -> str:
+    """What the masks of the ResNet-50 tutorial change."""
+    methods = ("dense", "magnitude", "magnitude_permuted", "halve")
+    rows = [
+        [f"{METRICS[row[2]]}, {row[1]}", *(f"{percent(row, method):.1f}" for method in methods)]
+        for row in accuracy_rows()
+        if row[0] == "resnet50_v1"
+    ]
+    return table(["%", *(METHODS[method] for method in methods)], rows)
+
+
+def resnet50_speed() -> str:
+    """How fast the compiled network of the ResNet-50 tutorial is."""
+    ms, rows = times(), []
+    for network, batch in networks_and_batches():
+        if network == "resnet50":
+            dense, ours = best_dense(network, batch), ms[network, batch, "halve"]
+            rows.append([f"{batch}", f"{dense:.3f}", f"{ours:.3f}", f"{dense / ours:.2f}x"])
+    records = [r for r in recorded("benchmarks/results/gpu.json") if r["network"] == "resnet50"]
+    heads = ["batch", "best dense, ms", "halve, ms", "speed-up"]
+    return f"{table(heads, rows)}\n\n{measured_on(records)}; {records[0]['dtype']}, 224 px."
+
+
+def fuzz() -> str:
+    """How many damaged files were tried."""
+    found = recorded("benchmarks/results/fuzz_files.json")
+    failures = sum(len(part["failures"]) for part in found.values())
+    return prose(
+        f"Of {found['files']['cases']:,} files and {found['networks']['cases']:,} compiled networks, damaged at random "
+        f"or edited by someone who knows the format, {failures} crashed, hung, or were read as something that they are "
+        f"not."
+    )
+
+
+def peers() -> str:
+    """Other tools on the CIFAR-10 checkpoints, and ours beside them."""
+    records, rows = recorded("experiments/results/peers.json"), []
+    one_shot = {(r["network"], r["method"]): 100 * r["top1"] for r in recorded("experiments/results/one_shot.json")}
+    for network in dict.fromkeys(r["network"] for r in records):
+        row = (network, "CIFAR-10 test", "top1")
+        rows.append([name_of(network), "dense", f"{percent(row, 'dense'):.1f}", "", ""])
+        for record in records:
+            if record["network"] == network:
+                tool = f"{record['tool']} {record['versions']['modelopt']}, `{record['mode']}`"
+                along = f"{record['along_input_channels']} of {record['masked_layers']}"
+                changed = "yes" if record["kept_weights_changed"] else "no"
+                rows.append([name_of(network), tool, f"{100 * record['top1']:.1f}", along, changed])
+        for name, top1 in (
+            ("`prune`, reconstruct, permuted", one_shot[network, "reconstruct_permuted"]),
+            ("`learn`", percent(row, "halve")),
+        ):
+            rows.append([name_of(network), f"halve {name}", f"{top1:.1f}", "all", "no"])
+    heads = ["network", "tool", "top-1, %", "layers that are 2:4 along input channels", "kept weights changed"]
+    note = prose(
+        f"CIFAR-10 test set, no retraining. `sparsegpt` was calibrated on "
+        f"{max(r['calibration_images'] for r in records):,} training images. {measured_on(records)} "
+        f"(`experiments/peers.py`). Ours are from [accuracy](results/accuracy.md); that all masked layers are 2:4 "
+        f"along input channels and kept weights do not change is what `verify` checks."
+    )
+    return f"{table(heads, rows)}\n\n{note}"
+
+
 TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
     name: (ROOT / page, made)
     for page, name, made in [
@@ -517,24 +602,38 @@ TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
         ("README.md", "cpu_brief", cpu_brief),
         ("README.md", "speed_limit", speed_limit),
         ("README.md", "export_brief", export_brief),
-        ("docs/accuracy.md", "accuracy", accuracy),
-        ("docs/accuracy.md", "runs", runs),
-        ("docs/accuracy.md", "one_shot", one_shot),
-        ("docs/accuracy.md", "learn_gpu", learn_gpu),
-        ("docs/speed.md", "gpu", gpu),
-        ("docs/speed.md", "cpu", cpu),
-        ("docs/speed.md", "speed_notes", speed_notes),
-        ("docs/speed.md", "gpu_layers", gpu_layers),
-        ("docs/speed.md", "pool", pool),
-        ("docs/speed.md", "photos", photos),
-        ("docs/certificates.md", "certify_flips", certify_flips),
-        ("docs/certificates.md", "certify_proofs", certify_proofs),
-        ("docs/certificates.md", "certify_lemmas", certify_lemmas),
-        ("docs/certificates.md", "certify_soundness", certify_soundness),
-        ("docs/certificates.svg", "certified_figure", certified_figure),
-        ("docs/export.md", "export_networks", export_networks),
-        ("docs/export.md", "export_photos", export_photos),
-        ("docs/halve.svg", "figure", figure),
+        ("docs/results/accuracy.md", "accuracy", accuracy),
+        ("docs/results/accuracy.md", "runs", runs),
+        ("docs/results/accuracy.md", "one_shot", one_shot),
+        ("docs/results/accuracy.md", "learn_gpu", learn_gpu),
+        ("docs/results/speed.md", "gpu", gpu),
+        ("docs/results/speed.md", "cpu", cpu),
+        ("docs/results/speed.md", "speed_notes", speed_notes),
+        ("docs/results/speed.md", "gpu_layers", gpu_layers),
+        ("docs/results/speed.md", "pool", pool),
+        ("docs/results/speed.md", "photos", photos),
+        ("docs/how/certificates.md", "certify_flips", certify_flips),
+        ("docs/how/certificates.md", "certify_proofs", certify_proofs),
+        ("docs/how/certificates.md", "certify_lemmas", certify_lemmas),
+        ("docs/how/certificates.md", "certify_soundness", certify_soundness),
+        ("docs/figures/certificates.svg", "certified_figure", certified_figure),
+        ("docs/how/export.md", "export_networks", export_networks),
+        ("docs/how/export.md", "export_photos", export_photos),
+        ("docs/tutorials/resnet50.md", "resnet50_learned", resnet50_learned),
+        ("docs/tutorials/resnet50.md", "resnet50_accuracy", resnet50_accuracy),
+        ("docs/tutorials/resnet50.md", "resnet50_speed", resnet50_speed),
+        ("docs/tutorials/cpu.md", "cpu_tutorial", cpu_brief),
+        ("docs/compare.md", "peers", peers),
+        ("SECURITY.md", "fuzz", fuzz),
+        ("docs/figures/overview.svg", "figure", figure),
+        ("docs/figures/idea.svg", "idea", idea),
+        ("docs/figures/learning.svg", "learning", sketches.learning),
+        ("docs/figures/engine.svg", "engine", sketches.engine),
+        ("docs/figures/kernels.svg", "kernels", sketches.kernels),
+        ("docs/figures/two-certificates.svg", "two_certificates", sketches.certificates),
+        ("docs/figures/accuracy-time.svg", "accuracy_against_time", accuracy_against_time),
+        ("docs/figures/speed.svg", "speed_bars", speed_bars),
+        ("docs/figures/cpu.svg", "cpu_bars", cpu_bars),
     ]
 }
 

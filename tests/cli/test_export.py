@@ -22,6 +22,15 @@ def test_a_file_is_written_compared_and_checked(halve, net, masks, folder):
     assert (folder / "net.onnx").exists()
 
 
+def test_calibration_images_are_the_example_if_there_are_no_others(halve, net, masks):
+    told = halve(
+        "export", *net, "--masks", masks, "--int8", "--calibrate", "photos", "--out", "net.onnx", "--json"
+    ).json
+    assert told["quantization"]["left"] == []
+    assert told["inputs"] == {"x": [None, 3, 8, 8]}
+    assert told["images"] > 2
+
+
 def test_check_onnx_prints_a_table_and_json(halve, file):
     assert "grouped convolution (16 groups)" in halve("check-onnx", file).out
     told = halve("check-onnx", file, "--json").json

@@ -108,7 +108,7 @@ def test_inspect_as_json_describes_masks_and_packed_checkpoints_alike(halve, net
         path = "net.packed.safetensors"
         halve("pack", *net, "--masks", masks, "--out", path)
     result = halve("inspect", path, "--json").json
-    keys = {"file", "format", "bytes", "weights", "density", "layers", "statistics", "moved", "recipe"}
+    keys = {"file", "format", "bytes", "weights", "density", "layers", "statistics", "corrections", "moved", "recipe"}
     assert set(result) == keys
     assert (result["format"], result["file"]) == (kind, path)
     assert result["bytes"] == (folder / path).stat().st_size

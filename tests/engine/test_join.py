@@ -7,11 +7,15 @@ import torch
 from torch import nn
 
 import halve
+from halve.engine.join import Join, _is_faster, pairs_with_shortcut, planned_joins
 from halve.engine.kernels import registry
 from halve.engine.kernels.kernel import KernelFamily
+from halve.engine.kernels.registry import FALLBACK
 from halve.engine.kernels.wgmma_sp.chained import Chained
 from halve.engine.kernels.wgmma_sp.joined import JoinedSparse
 from halve.engine.operations import Convolution
+from halve.engine.timing_cache import TimingCache
+from halve.errors import EngineError
 from tests.random_masks import random
 
 
@@ -52,6 +56,29 @@ class Bottlenecks(nn.Module):
         z = torch.relu(self.expand[1](torch.relu(self.reduce[1](y))) + y)
         last = torch.relu(self.reduce[2](z))
         return self.heads[0](last.mean((2, 3))) + self.heads[1](z.mean((2, 3)))
+
+
+class ConvolvedAndAdded(nn.Module):
+    """A 1x1 convolution whose result is convolved, and added to that."""
+
+    def __init__(self):
+        super().__init__()
+        self.one, self.two = nn.Conv2d(8, 16, 1), nn.Conv2d(16, 16, 3, padding=1)
+
+    def forward(self, x):
+        y = self.one(x)
+        return torch.relu(self.two(y) + y)
+
+
+class Normalised(nn.Module):
+    """A block and a norm whose name is one that joined layers get."""
+
+    def __init__(self):
+        super().__init__()
+        self.block, self.joined1 = Block(), nn.GroupNorm(1, 32)
+
+    def forward(self, x):
+        return self.joined1(self.block(x))
 
 
 class Slow(KernelFamily):
@@ -183,9 +210,49 @@ def test_an_updated_checkpoint_takes_over_the_joins(kernel):
     torch.testing.assert_close(again(x), expected, atol=5e-2, rtol=5e-2)
 
 
+def test_joins_of_layers_that_are_dense_here_are_not_taken_over(kernel):
+    model, x, fast = compiled(Block())
+    for layer in fast.layers:
+        layer.use({1: FALLBACK})  # only the joined kernel is sparse
+    for dense in ("two", "shortcut"):
+        masks = halve.prune(model, exclude=dense)
+        with pytest.raises(EngineError, match=f"layer {dense} is 2:4 in plan_from= but not here"):
+            halve.compile(model, masks, x, dtype=torch.bfloat16, inductor=False, plan_from=fast)
+
+
+def test_joins_of_layers_that_do_not_run_are_ignored(kernel):
+    _, x, fast = compiled(Block())
+    [join] = fast.plan.joins[2]
+    assert planned_joins(fast.body, [join], {}, x.device) == []
+
+
+def test_other_joins_with_the_same_kernels_are_timed_again(kernel, monkeypatch):
+    model = nn.Sequential(Block(), nn.Conv2d(32, 8, 1), nn.ReLU(), Block()).eval()
+    x = random(2, 8, 12, 12).bfloat16()
+    fast = halve.compile(model, halve.prune(model), x, dtype=torch.bfloat16, inductor=False)
+    times = iter([{"separate": 1.0, "joined": 2.0}, {"separate": 2.0, "joined": 1.0}])
+    monkeypatch.setattr("halve.engine.join.measure", lambda calls, device: next(times))
+    kernels, cache = dict.fromkeys(fast.layers, FALLBACK), TimingCache(None)
+    joins = [Join(pair, pair.joined(), FALLBACK) for pair in pairs_with_shortcut(fast.body)]
+    for _ in range(2):
+        assert [_is_faster(fast.body, [one], kernels, (x,), cache, "key") for one in joins] == [False, True]
+
+
 def test_a_result_that_something_else_reads_is_not_joined(kernel):
     model, x, fast = compiled(Block(shared=True))
     assert joined(fast) == {}
+    torch.testing.assert_close(fast(x), halve.apply(model, halve.prune(model)).bfloat16()(x), atol=5e-2, rtol=5e-2)
+
+
+def test_a_result_that_is_also_convolved_is_not_joined(kernel):
+    model, x, fast = compiled(ConvolvedAndAdded())
+    assert joined(fast) == {}
+    torch.testing.assert_close(fast(x), halve.apply(model, halve.prune(model)).bfloat16()(x), atol=5e-2, rtol=5e-2)
+
+
+def test_joined_layers_leave_modules_of_the_same_name_alone(kernel):
+    model, x, fast = compiled(Normalised())
+    assert set(joined(fast)) == {"block.two", "block.shortcut"}
     torch.testing.assert_close(fast(x), halve.apply(model, halve.prune(model)).bfloat16()(x), atol=5e-2, rtol=5e-2)
 
 

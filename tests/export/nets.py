@@ -25,6 +25,20 @@ class Residual(nn.Module):
         return {"scores": self.head(x.mean((2, 3))), "features": x}
 
 
+class TwoInputs(nn.Module):
+    """Two images with names, of which the sum is seen."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Conv2d(3, 8, 3)
+        self.right = nn.Conv2d(3, 8, 3)
+        self.body = nn.Conv2d(8, 8, 3)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, before, after):
+        return self.head(self.body((self.left(before) + self.right(after)).relu()).mean((2, 3)))
+
+
 def residual(width: int = 16) -> Residual:
     """A `Residual` whose BatchNorm layers have statistics."""
     torch.manual_seed(0)

@@ -1,4 +1,5 @@
 import json
+import time
 
 import numpy as np
 import onnx
@@ -200,6 +201,66 @@ def test_operators_that_tensorrt_does_not_take_say_so(tmp_path):
     assert "quantise with Q/DQ" in only(saved(tmp_path / "net.onnx", [node], {"w": sparse((8, 8, 3, 3))})).reason
 
 
+def test_weights_of_other_shapes_and_types_are_not_eligible(tmp_path):
+    path = tmp_path / "net.onnx"
+    for shape in [(8, 0, 3, 3), (0, 0, 0, 0)]:
+        assert only(saved(path, [conv()], {"w": np.zeros(shape, np.float32)})).reason == "its weight is empty"
+    for shape in [(), (8,), (8, 8)]:
+        for operator in ("Conv", "ConvTranspose"):
+            node = helper.make_node(operator, ["x", "w"], ["y"])
+            reason = only(saved(path, [node], {"w": np.ones(shape, np.float32)})).reason
+            assert reason == f"its weight has {len(shape)} dimensions"
+    for dtype in (np.complex64, np.int64, np.float64, bool):
+        layer = only(saved(path, [conv()], {"w": sparse((8, 8, 3, 3)).astype(dtype)}))
+        assert "its weight is stored as" in layer.reason
+
+
+def test_a_sparse_initializer_is_named(tmp_path):
+    path = saved(tmp_path / "net.onnx", [conv()], {"w": sparse((8, 8, 3, 3))})
+
+    def move(model):
+        values = numpy_helper.to_array(model.graph.initializer[0]).reshape(-1)
+        places = np.flatnonzero(values)
+        stored = model.graph.sparse_initializer.add(dims=[8, 8, 3, 3])
+        stored.values.CopyFrom(numpy_helper.from_array(values[places], "w"))
+        stored.indices.CopyFrom(numpy_helper.from_array(places, "places"))
+        del model.graph.initializer[:]
+
+    assert "stored as a sparse initializer" in only(edited(path, move)).reason
+
+
+def test_attributes_of_the_wrong_type_are_damage(tmp_path):
+    path = tmp_path / "net.onnx"
+    for group in ("two", 2.5, [1, 2]):
+        with pytest.raises(FileError, match="the attribute group of Conv 'conv' is not an integer"):
+            halve.check_onnx(saved(path, [conv(group=group)], {"w": sparse((8, 8, 3, 3))}))
+    assert only(saved(path, [conv(group=0)], {"w": sparse((8, 8, 3, 3))})).verdict == "no"
+    nodes = [helper.make_node("Transpose", ["w"], ["t"], perm=1.5), conv("t")]
+    assert "invalid order" in only(saved(path, nodes, {"w": sparse((8, 8, 3, 3))})).reason
+    nodes = [helper.make_node("Constant", [], ["c"], value=3), conv("c")]
+    assert only(saved(path, nodes, {})).weight is None
+
+
+def test_every_node_with_the_name_of_a_masked_layer_must_be_eligible(tmp_path):
+    path, constants = tmp_path / "net.onnx", {"w": sparse((8, 8, 3, 3)), "d": np.ones((8, 8, 3, 3), np.float32)}
+    dense = helper.make_node("Conv", ["x", "d"], ["z"], name="conv")
+    for nodes in ([conv(), dense], [dense, conv()]):
+        saved(path, nodes, constants)
+        edited(path, lambda model: model.metadata_props.add(key="halve.layers", value='["conv"]'))
+        assert halve.check_onnx(path).failures == {"conv": "dense"}
+
+
+def test_long_chains_of_nodes_take_linear_time(tmp_path):
+    count = 3000
+    chain = [helper.make_node("Identity", [f"t{i}" if i else "w"], [f"t{i + 1}"]) for i in range(count)]
+    layers = [helper.make_node("Conv", ["x", f"t{count}"], [f"y{i}"]) for i in range(count)]
+    path = saved(tmp_path / "net.onnx", chain + layers, {"w": sparse((8, 8, 3, 3))})
+    started = time.process_time()
+    check = halve.check_onnx(path)
+    assert time.process_time() - started < 10  # a search from each layer took minutes
+    assert {layer.reason.partition(",")[0] for layer in check.layers} == {"its weight goes through Identity"}
+
+
 LOG = """[11/16/2026-12:00:00] [I] [TRT] Loaded 49 MB
 [11/16/2026-12:00:01] [I] [TRT] (Sparsity) Layers eligible for sparse math: body + relu,
  point, elsewhere
@@ -240,6 +301,35 @@ def test_counts_without_names_are_only_enough_if_nothing_was_picked(exported, tm
         halve.check_onnx(exported[2].path, trt_log=log)
 
 
+def test_a_log_that_ends_early_says_nothing_about_what_was_picked(exported, tmp_path):
+    log = tmp_path / "trtexec.log"
+    log.write_text("".join(LOG.splitlines(keepends=True)[:-1]))
+    check = halve.check_onnx(exported[2].path, trt_log=log)
+    assert {layer.picked for layer in check.layers} == {None}
+    assert any("does not say which layers TensorRT picked" in note for note in check.notes)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-16", "utf-8-sig"])
+def test_logs_with_colours_and_of_other_shells_are_read(exported, tmp_path, encoding):
+    log = tmp_path / "trtexec.log"
+    text = "".join(f"\x1b[32m{line}\x1b[0m\r\n" for line in LOG.splitlines() if "Sparsity" in line)
+    log.write_bytes(text.encode(encoding))
+    check = halve.check_onnx(exported[2].path, trt_log=log)
+    assert [layer.name for layer in check.layers if layer.picked] == ["body"]
+    assert not any("does not have" in note for note in check.notes)
+
+
+def test_long_logs_take_linear_time(exported, tmp_path):
+    log = tmp_path / "trtexec.log"
+    log.write_text(LOG + "an output without a time stamp\n" * 200_000)
+    started = time.process_time()
+    check = halve.check_onnx(exported[2].path, trt_log=log)
+    assert time.process_time() - started < 10
+    assert "TensorRT picked" in check.summary
+    log.write_text("(Sparsity) Chose 1 layer(s) using sparse tactics: body\n" * 100_000)
+    assert halve.check_onnx(exported[2].path, trt_log=log).layers[1].picked
+
+
 def test_a_log_without_sparsity_says_how_to_make_one(exported, tmp_path):
     log = tmp_path / "trtexec.log"
     log.write_text("[I] [TRT] Loaded\n")
@@ -259,6 +349,14 @@ def test_the_commands_are_for_strongly_typed_networks(exported):
     assert "--sparsity=enable" in commands["11"]
     assert "--optShapes=image:8x3x8x8" in commands["11"]
     assert "fp16" not in commands["10"]
+
+
+def test_sizes_that_the_file_does_not_fix_are_filled_in_and_noted(tmp_path):
+    path = saved(tmp_path / "net.onnx", [conv()], {"w": sparse((8, 8, 3, 3))}, ["n", 8, "h", "w"])
+    check = halve.check_onnx(path)
+    assert "--optShapes=x:8x8x224x224" in check.commands["11"]
+    assert any("image sizes are not fixed" in note for note in check.notes)
+    assert "--optShapes" not in halve.check_onnx(saved(path, [conv()], {"w": sparse((8, 8, 3, 3))}, [])).commands["11"]
 
 
 def test_control_flow_and_functions_are_not_guessed_at(tmp_path):

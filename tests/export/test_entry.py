@@ -9,7 +9,7 @@ from halve.errors import ModelError, OptionError
 from halve.export.entry import pixels
 from halve.export.runtime import Session
 from tests.detectors import faster_rcnn, retinanet
-from tests.export.nets import images, residual
+from tests.export.nets import TwoInputs, images, residual
 
 MEAN, STD = (0.5, 0.4, 0.3), (0.2, 0.3, 0.25)
 
@@ -21,11 +21,24 @@ def test_a_file_with_preprocessing_takes_pixels(tmp_path):
     assert [layer.name for layer in done.check.layers] == ["stem", "body", "point", "head"]
     assert done.check.ok
     assert "uint8 from 0 to 255" in done.notes[0]
+    assert done.inputs == {"image": (None, 3, 8, 8)}  # the name that it has in the model
     taken = torch.randint(0, 256, (3, 3, 8, 8), dtype=torch.uint8)
     mean, std = (torch.tensor(values).reshape(1, 3, 1, 1) for values in (MEAN, STD))
     with torch.no_grad():
         expected = halve.apply(model, masks)((taken / 255 - mean) / std)["scores"]
     torch.testing.assert_close(Session(done.path).run([taken])[0], expected, atol=1e-4, rtol=1e-4)
+
+
+def test_the_first_of_several_inputs_is_preprocessed(tmp_path):
+    torch.manual_seed(0)
+    model, pair = TwoInputs().eval(), (images(), images().flip(0))
+    done = halve.export(model, None, pair, tmp_path / "net.onnx", preprocess=(MEAN, STD))
+    assert done.inputs == {"before": (None, 3, 8, 8), "after": (None, 3, 8, 8)}
+    taken = torch.randint(0, 256, (3, 3, 8, 8), dtype=torch.uint8)
+    mean, std = (torch.tensor(values).reshape(1, 3, 1, 1) for values in (MEAN, STD))
+    with torch.no_grad():
+        expected = model((taken / 255 - mean) / std, images(3))
+    torch.testing.assert_close(Session(done.path).run([taken, images(3)])[0], expected, atol=1e-4, rtol=1e-4)
 
 
 def test_pixels_are_what_images_were_made_from():

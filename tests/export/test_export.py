@@ -96,6 +96,15 @@ def test_what_float16_cannot_hold_is_an_error_and_nothing_is_written(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_values_that_vanish_in_float16_are_noted(tmp_path):
+    model = residual()
+    for tensor in (model.head.weight, model.head.bias):
+        tensor.data.mul_(1e-8)
+    done = halve.export(model, None, images(), tmp_path / "net.onnx", dtype=torch.float16)
+    assert done.difference > 0.05
+    assert "too small or too large for float16: export in float32 or bfloat16" in done.notes[0]
+
+
 def test_bfloat16_goes_as_far_as_the_checker(tmp_path):
     done = halve.export(residual(), None, images(), tmp_path / "net.onnx", dtype=torch.bfloat16)
     assert done.difference is None
@@ -182,6 +191,17 @@ def test_weights_beyond_the_limit_go_to_a_file_beside_it(exported, tmp_path, mon
     assert big.difference < 1e-5
     assert [layer.verdict for layer in big.check.layers] == [layer.verdict for layer in done.check.layers]
     data = path.with_name("big.onnx.data")
+    halve.export(model, masks, images(), path)  # over an older export with its data
+    other = tmp_path / "other.onnx"
+    mine = other.with_name("other.onnx.data")
+    mine.write_text("mine")
+    with pytest.raises(FileError, match=r"other.onnx.data: the file exists and was not written by halve export"):
+        halve.export(model, masks, images(), other)
+    assert mine.read_text() == "mine"
+    assert not other.exists()
+    halve.export(model, masks, images(), other, force=True)
+    with pytest.raises(ModelError, match="int8 needs a network of at most"):
+        halve.export(model, masks, images(), other, int8=True, calibrate=images(8))
     data.write_bytes(data.read_bytes()[:-1] + b"!")
     with pytest.raises(FileError, match="is not the data that"):
         halve.check_onnx(path)

@@ -1,4 +1,5 @@
 import contextlib
+import math
 import os
 
 import numpy as np
@@ -37,6 +38,14 @@ def test_changed_bytes_never_raise_anything_else(copied):
             str(halve.check_onnx(copied))
 
 
+@pytest.mark.parametrize("name", [b"body", b"halve.masks", b"image", b"strides"])
+def test_names_that_are_no_text_are_refused(copied, name):
+    content = copied.read_bytes()
+    assert name in content
+    copied.write_bytes(content.replace(name, b"\xff" * len(name)))
+    refused(copied, "is not valid UTF-8")
+
+
 def test_other_files_are_refused(tmp_path):
     path = tmp_path / "net.onnx"
     refused(path, "no such file")
@@ -66,7 +75,7 @@ def test_a_tensor_that_two_nodes_produce_is_refused(copied):
     def twice(model):
         model.graph.node[1].output[0] = model.graph.node[0].output[0]
 
-    refused(edited(copied, twice), "produce the same tensor")
+    refused(edited(copied, twice), "two tensors with the name")
 
 
 @pytest.mark.parametrize("dims", [[1 << 20, 1 << 20, 1 << 10, 3], [1 << 62, 1 << 62], [16, 16, 3, 4], [-1, 16, 3, 3]])
@@ -80,6 +89,17 @@ def test_declared_sizes_must_be_there(copied, dims):
     declare(model)
     copied.write_bytes(model.SerializeToString())
     refused(copied, "is damaged: tensor 'body.weight'")
+
+
+@pytest.mark.parametrize("dims", [[0, 1 << 62], [1] * 100])
+def test_shapes_that_no_array_has_are_refused(copied, dims):
+    model = onnx.load(copied)
+    tensor = initializer(model, "body.weight")
+    del tensor.dims[:]
+    tensor.dims.extend(dims)
+    tensor.raw_data = bytes(4 * math.prod(dims))
+    copied.write_bytes(model.SerializeToString())
+    refused(copied, "tensor 'body.weight' cannot be read")
 
 
 def test_typed_data_and_unknown_types_are_checked(copied):
@@ -113,6 +133,35 @@ def test_external_data_outside_of_the_folder_is_not_read(copied, location):
     refused(copied, "outside of the model's folder")
 
 
+def test_names_of_external_data_cannot_break_the_message(copied):
+    model = onnx.load(copied)
+    external(model, location="a" * 5000)
+    copied.write_bytes(model.SerializeToString())
+    refused(copied, "has no file 'aaaa")
+    initializer(model, "body.weight").external_data[0].value = "a\n\x1b[2J"
+    copied.write_bytes(model.SerializeToString())
+    refused(copied, r"has no file 'a\\n\\x1b")
+
+
+def test_huge_external_data_is_not_read(copied):
+    model = onnx.load(copied)
+    external(model, location="weights.bin")
+    tensor = initializer(model, "body.weight")
+    del tensor.dims[:]
+    tensor.dims.extend([1 << 20, 1 << 10, 3, 3])
+    copied.write_bytes(model.SerializeToString())
+    with (copied.parent / "weights.bin").open("wb") as data:
+        data.truncate(36 << 30)  # takes no space on the disk
+    refused(copied, "at most 8,589,934,592 are read")
+
+
+def test_a_constant_that_a_node_produces_as_well_is_refused(copied):
+    def twice(model):
+        model.graph.node[0].output[0] = "body.weight"
+
+    refused(edited(copied, twice), "two tensors with the name 'body.weight'")
+
+
 def test_a_link_out_of_the_folder_is_not_followed(copied, tmp_path_factory):
     model = onnx.load(copied)
     outside = tmp_path_factory.mktemp("outside") / "secret.bin"
@@ -127,7 +176,7 @@ def test_external_data_inside_of_the_folder_is_read_within_its_bounds(copied):
     model = onnx.load(copied)
     raw = external(model, location="weights.bin", offset=5)
     copied.write_bytes(model.SerializeToString())
-    refused(copied, "no such file")
+    refused(copied, "has no file 'weights.bin'")
     data = copied.parent / "weights.bin"
     data.write_bytes(b"12345" + raw)
     assert halve.check_onnx(copied).layers == whole

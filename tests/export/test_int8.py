@@ -7,9 +7,10 @@ from torch import nn
 
 import halve
 from halve.errors import DataError, ModelError, OptionError
+from halve.export import int8
 from halve.export.int8 import CalibrationImages, Quality
 from halve.export.quantize import quantized_weight
-from tests.export.nets import images, initializer, residual
+from tests.export.nets import TwoInputs, images, initializer, residual
 from tests.export.test_judge import agrees
 from tests.untouched import untouched
 
@@ -101,21 +102,32 @@ def test_layers_that_cost_too_much_stay_in_float(tmp_path):
     assert {layer.name for layer in done.check.layers if layer.dtype == "float16"} == set(left)
 
 
-def test_weights_are_covered_by_scales_of_any_dtype():
-    for dtype in (np.float32, np.float16):
-        weight = np.random.default_rng(0).normal(size=(64, 32)).astype(dtype) * np.logspace(-5, 1, 64)[:, None]
-        weight[3] = 0
-        stored, scale = quantized_weight(weight.astype(dtype), 0, dtype)
-        assert scale.dtype == dtype
-        assert not stored[3].any()
-        error = np.abs(stored * scale[:, None].astype(float) - weight.astype(dtype).astype(float))
-        assert (error <= 0.51 * scale[:, None].astype(float) + 1e-12).all()
+def test_networks_with_several_inputs_are_calibrated_on_all_of_them(tmp_path):
+    torch.manual_seed(0)
+    model, pair = TwoInputs().eval(), (images(), images().flip(0))
+    batches = [(images(8), images(8).flip(0), torch.zeros(8)) for _ in range(4)]  # with labels
+    done = halve.export(model, halve.prune(model), pair, tmp_path / "net.onnx", int8=True, calibrate=batches)
+    assert list(done.inputs) == ["before", "after"]
+    assert (done.quantization.images, done.quantization.held_out) == (24, 8)
+    assert done.difference < 0.05
 
 
 def test_scores_are_compared_as_classes_and_others_by_their_error():
     scores = torch.tensor([[3.0, 1.0], [0.0, 2.0]])
-    assert Quality.of(scores.flip(1), scores).agreement == 0
-    assert Quality.of(scores[:, :1], scores[:, :1]) == Quality(None, None, 0.0)
+    assert Quality.of([scores.flip(1)], [scores]).agreement == 0
+    assert Quality.of([scores[:, :1]], [scores[:, :1]]) == Quality(None, None, 0.0)
+
+
+def test_the_error_is_that_of_the_worst_output():
+    scores, boxes = torch.tensor([[3.0, 1.0]]), torch.ones(1, 4)
+    assert Quality.of([scores, 1.5 * boxes], [scores, boxes]) == Quality(1.0, 0.0, 0.5)
+
+
+def test_large_outputs_are_measured_on_fewer_images(monkeypatch, tmp_path):
+    monkeypatch.setattr(int8, "_MOST_VALUES", 1000)
+    model = residual()
+    done = halve.export(model, None, images(), tmp_path / "net.onnx", int8=True, calibrate=images(96))
+    assert (done.quantization.images, done.quantization.held_out) == (72, 8)  # of 24
 
 
 def test_bad_calibration_is_an_error(tmp_path):
@@ -129,8 +141,10 @@ def test_bad_calibration_is_an_error(tmp_path):
     with pytest.raises(OptionError, match="float16 or float32"):
         halve.export(model, None, images(), path, int8=True, calibrate=images(9), dtype=torch.bfloat16)
     with pytest.raises(DataError, match="at least 8 images, got 3"):
-        CalibrationImages.of(images(3), lambda x: (x,))
-    with pytest.raises(DataError, match="one size"):
-        CalibrationImages.of([images(8), images(8, 9)], lambda x: (x,))
+        CalibrationImages.of(images(3), lambda x: (x,), (images(),))
+    with pytest.raises(DataError, match=r"they are \(3, 9, 9\), it is \(3, 8, 8\)"):
+        CalibrationImages.of([images(8), images(8, 9)], lambda x: (x,), (images(),))
+    with pytest.raises(DataError, match="a tuple of 2 tensors"):
+        CalibrationImages.of([images(8)], lambda x: x, (images(), images()))
     with pytest.raises(ModelError, match="no layer that can be quantised"):
         halve.export(nn.Flatten(), None, images(), path, int8=True, calibrate=images(9))

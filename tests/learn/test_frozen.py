@@ -66,6 +66,14 @@ def test_the_gradient_of_a_frozen_norm_is_right_in_double():
     assert torch.autograd.gradcheck(lambda x: FrozenNorm.apply(x, mean, var.square(), None, None, 1e-5), x)
 
 
+@pytest.mark.parametrize("shape", [(3, 2), (3, 2, 4), (3, 2, 2, 2), (2, 2, 2, 2, 2)])
+def test_scale_and_shift_that_are_learned_get_their_gradients(shape):
+    x = random(*shape, dtype=torch.float64).requires_grad_()
+    mean, var, weight, bias = (random(2, seed=i, dtype=torch.float64) for i in range(4))
+    learned = weight.requires_grad_(), bias.requires_grad_()
+    assert torch.autograd.gradcheck(lambda x, w, b: FrozenNorm.apply(x, mean, var.square(), w, b, 1e-5), (x, *learned))
+
+
 def test_a_norm_whose_statistics_change_is_differentiated_as_it_is_then():
     norm = a_norm(2)
     copied = frozen(nn.Sequential(norm), [])[0]

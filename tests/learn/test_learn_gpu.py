@@ -4,6 +4,7 @@ from torch import nn
 
 import halve
 from halve.errors import FileError, LearningError, LearningWarning, ModelError
+from halve.learn.frozen import FrozenNorm
 from halve.sources.digits import digits, train_digits
 from tests.tiny import convnet, images, interrupting, labels, loader
 from tests.untouched import untouched
@@ -158,3 +159,28 @@ def test_channel_orders_are_found_on_a_gpu():
         x = images().cuda()
         torch.testing.assert_close(moved(x), halve.apply(model, masks)(x), rtol=1e-3, atol=1e-3)
     assert halve.verify(moved, masks).ok
+
+
+@pytest.mark.parametrize("layout", [torch.contiguous_format, torch.channels_last])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_of_learned_norms_are_those_of_pytorch(layout, dtype):
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(24).cuda().eval()
+    for tensor in (norm.running_mean, norm.running_var, norm.weight.data, norm.bias.data):
+        nn.init.uniform_(tensor, 0.5, 1.5)
+    x = torch.randn(8, 24, 9, 7, device="cuda", dtype=dtype).contiguous(memory_format=layout)
+    pull = torch.randn_like(x)
+    statistics = norm.running_mean, norm.running_var
+    ours = FrozenNorm.apply(x, *statistics, norm.weight, norm.bias, norm.eps)
+    theirs = nn.functional.batch_norm(x.float(), *statistics, norm.weight, norm.bias, False, 0.0, norm.eps)
+    found = torch.autograd.grad(ours, (norm.weight, norm.bias), pull)
+    for mine, wanted in zip(found, torch.autograd.grad(theirs, (norm.weight, norm.bias), pull.float()), strict=True):
+        assert torch.allclose(mine, wanted, rtol=1e-3, atol=1e-2)
+
+
+def test_norms_are_learned_in_a_recorded_step():
+    model, x = convnet().cuda(), images(64).cuda()
+    masks = halve.learn(model, x, steps=40, norms="learn")
+    assert masks.recipe["step_graph"]
+    assert masks.recipe["quality"]["returned"] != "learned" or masks.corrections
+    assert halve.verify(halve.apply(model, masks), masks).ok

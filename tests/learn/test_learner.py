@@ -101,7 +101,7 @@ def test_a_runner_reaches_submodules_that_the_users_forward_runs_itself():
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
     runner = Runner(model, lambda m, batch: m[2](m[0](batch["a"])))
     x = random(3, 8)
-    output = runner.with_weights({"0": torch.zeros(8, 8)}, {"a": x})
+    output = runner.with_tensors({"0.weight": torch.zeros(8, 8)}, {"a": x})
     assert torch.allclose(output, model[2](model[0].bias.expand(3, 8)))
     assert torch.equal(runner({"a": x}), model[2](model[0](x)))
 
@@ -109,7 +109,7 @@ def test_a_runner_reaches_submodules_that_the_users_forward_runs_itself():
 def test_a_model_that_is_itself_a_layer_can_be_called():
     model = nn.Linear(8, 4)
     assert torch.allclose(
-        Runner(model, None).with_weights({"": torch.zeros(4, 8)}, random(3, 8)), model.bias.expand(3, 4)
+        Runner(model, None).with_tensors({"weight": torch.zeros(4, 8)}, random(3, 8)), model.bias.expand(3, 4)
     )
 
 
@@ -117,7 +117,7 @@ def test_tied_weights_are_replaced_together():
     model = nn.Sequential(nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False))
     model[1].weight = model[0].weight
     eye = torch.eye(8)
-    assert torch.equal(Runner(model, None).with_weights({"0": 2 * eye}, eye), 4 * eye)
+    assert torch.equal(Runner(model, None).with_tensors({"0.weight": 2 * eye}, eye), 4 * eye)
 
 
 def test_activations_that_are_computed_anew_are_those_of_the_sampled_weights():
@@ -141,15 +141,16 @@ def test_activations_that_are_computed_anew_are_those_of_the_sampled_weights():
 @torch.no_grad()
 def test_the_output_of_a_detector_is_what_its_heads_return_whatever_ran_before():
     model, first, second = faster_rcnn(), pictures(2), pictures(2, seed=1)
-    weights = {name: mask.apply_to(model.get_submodule(name).weight) for name, mask in halve.prune(model).items()}
+    pruned = halve.prune(model).items()
+    weights = {f"{name}.weight": mask.apply_to(model.get_submodule(name).weight) for name, mask in pruned}
     fresh, used = Runner(faster_rcnn(), None), Runner(model, None)
     dense = used(first)
     assert dense.dim() == 3  # so that nothing takes it for class scores
     used(second)
     assert torch.equal(used(first), dense)
-    masked = used.with_weights(weights, first)
+    masked = used.with_tensors(weights, first)
     assert masked.shape == dense.shape
     assert not torch.allclose(masked, dense)
     used(second)
-    assert torch.equal(used.with_weights(weights, first), masked)
-    assert torch.equal(fresh.with_weights(weights, first), masked)
+    assert torch.equal(used.with_tensors(weights, first), masked)
+    assert torch.equal(fresh.with_tensors(weights, first), masked)

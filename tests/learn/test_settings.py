@@ -118,8 +118,10 @@ def test_the_preset_is_the_papers_recipe():
     assert (settings.objective, settings.final, settings.temperature) == ("task", "sample", 0.1)
     assert (settings.lr, settings.betas, settings.weight_decay) == (1.0, (0.9, 0.999), 1e-4)
     assert [Schedule(settings).lr(0.5, epoch) for epoch in (0, 2, 3, 6)] == pytest.approx([1, 1, 0.1, 0.01])
+    others = preset_options("paper-tuned").items() - preset_options("paper").items()
+    assert dict(others) == {"norms": "track", "temperature": 1.0, "schedule": "cosine", "final": "argmax"}
     assert preset_options(None) == {}
-    with pytest.raises(OptionError, match="unknown preset 'papr'; the only preset is 'paper'"):
+    with pytest.raises(OptionError, match="unknown preset 'papr'; presets are 'paper' and 'paper-tuned'"):
         preset_options("papr")
 
 

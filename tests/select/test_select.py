@@ -72,6 +72,16 @@ def test_the_table_has_one_line_for_every_layer_with_its_name():
     assert str(select(nn.ReLU())) == ""
 
 
+def test_in_a_notebook_it_is_a_table_in_which_names_stay_text():
+    model = nn.ModuleDict({"<script>": nn.Linear(4, 4), "head": nn.Linear(4, 2)})
+    chosen = select(model)
+    assert repr(chosen) == f"Selection({len(chosen.masked)} of 2 layers masked)"
+    shown = chosen._repr_html_()
+    assert shown.count("<tr>") == 3
+    assert "&lt;script&gt;" in shown
+    assert "<script>" not in shown
+
+
 def test_also_opts_in_what_the_default_leaves_out():
     assert masked(small(), also=["3", "8"]) == ["3", "4", "6", "8"]
     assert reasons(small(), also="3")["3"] == "along input channels, within each of 4 groups"

@@ -27,12 +27,14 @@ def digest_of_model(model: nn.Module) -> str:
 
 
 def digest_of_masks(masks: MaskSet) -> str:
-    """The digest of masks: which weights are kept, recalibrated statistics and moved channels."""
+    """The digest of masks: which weights are kept, recalibrated statistics, corrected norms and moved channels."""
     state = hashlib.sha256()
     for name, mask in sorted(masks.items()):
         state.update(f"{name} {mask.pattern} {digest(mask.kept())}\n".encode())
     for name, value in sorted(masks.statistics.items()):
         state.update(f"statistics {name} {digest(value)}\n".encode())
+    for name, value in sorted(masks.corrections.items()):
+        state.update(f"correction {name} {digest(value)}\n".encode())
     state.update(repr(sorted(masks.moves.items())).encode())
     return state.hexdigest()
 

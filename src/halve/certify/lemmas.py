@@ -12,7 +12,7 @@ removes, U an update. What differs from the text:
 - Lemma 6 holds with mu(B, U) where its proof has mu(B, W + U).
 - Softmax is 1/2-Lipschitz in each coordinate, and comparing scores instead of probabilities is tighter still.
 
-On real networks all of these are vacuous, as docs/certificates.md shows. `halve.certify` has bounds that are not.
+On real networks all of these are vacuous, as docs/how/certificates.md shows. `halve.certify` has bounds that are not.
 """
 
 import math

@@ -25,7 +25,7 @@ from halve.text import aligned, printable
 OnChanged = Literal["fail", "accept"]
 Status = Literal["ok", "changed", "not applied", "unknown", "failed"]
 WeightState = Literal["masked", "dense", "changed", "unknown", "not compared"]
-TensorState = Literal["unchanged", "recalibrated", "changed", "missing", "added", "unknown"]
+TensorState = Literal["unchanged", "recalibrated", "corrected", "changed", "missing", "added", "unknown"]
 Problem = Literal["changed", "not applied", "broken"]
 
 COLUMNS = ("layer", "pattern", "in place", "weight", "hardware that can use it")
@@ -91,7 +91,7 @@ class TensorCheck:
     Args:
         name: Its state-dict name.
         state: How it compares with the model that the masks were made for. "recalibrated" is a buffer as the masks hold
-            it; "unknown" cannot be compared.
+            it, "corrected" the scale or shift of a norm as the masks correct it; "unknown" cannot be compared.
         cast: The narrower dtype that it was cast to. Its bits are those of the cast.
         problem: The kind of failure, if any: "changed" can be accepted, "broken" cannot.
         failure: What is wrong.
@@ -272,9 +272,10 @@ def verify(
 
     The tensors are judged as they stand. `.ok` means that every masked layer is N:M in place, that the kept weights are
     bit for bit those that the masks were made for, and that all other parameters and buffers are unchanged. Channels
-    that `apply` moved and BatchNorm statistics that the masks hold count as unchanged. So does a cast, since it can be
-    compared bit for bit; `.casts` lists it. BatchNorm's counters of batches are ignored. Only tensors are compared:
-    `.unchecked` lists hooks, parametrizations and other code; classes, strides and the like are not checked.
+    that `apply` moved, BatchNorm statistics that the masks hold and norms that they correct count as unchanged. So does
+    a cast, since it can be compared bit for bit; `.casts` lists it. BatchNorm's counters of batches are ignored. Only
+    tensors are compared: `.unchecked` lists hooks, parametrizations and other code; classes, strides and the like are
+    not checked.
 
     Raises `MaskError` if the masks are for another architecture.
 
@@ -332,7 +333,10 @@ class _Comparison:
         self._masks, self._digests, self._accept = masks, masks.digests, accept
         self._given = named_tensors(model, {*masks, *self._computed(model)})
         self._moves = masks.moves if moved else {}
-        self._statistics = masks.statistics
+        self._held: dict[str, tuple[TensorState, Tensor]] = {
+            **{name: ("recalibrated", value) for name, value in masks.statistics.items()},
+            **{name: ("corrected", pair[1]) for name, pair in masks.corrections.items()},
+        }
 
     def _computed(self, model: nn.Module) -> list[str]:
         """Layers whose weight the model computes and the masks know as plain: with a mask once, or without a norm."""
@@ -429,13 +433,14 @@ class _Comparison:
         return self._compared(name, self._moved_back(name, tensor), known, applied)
 
     def _compared(self, name: str, tensor: Tensor, known: TensorDigests, applied: bool) -> TensorCheck:
-        """Compare a tensor in the checkpoint's order with its digests, or with the recalibrated one."""
+        """Compare a tensor in the checkpoint's order with its digests, or with what the masks hold in its place."""
         state: TensorState = "unchanged"
         dtype, failure = matching_dtype(tensor, known), "it changed since the masks were made"
-        if applied and name in self._statistics:
+        if applied and name in self._held:
+            state, held = self._held[name]
             if dtype is not None:
-                failure = "it is the checkpoint's, not the recalibrated one that the masks hold"
-            state, known = "recalibrated", digests_of(self._statistics[name].to(next(iter(known))))
+                failure = f"it is the checkpoint's, not the {state} one that the masks hold"
+            known = digests_of(held.to(next(iter(known))))
             dtype = matching_dtype(tensor, known)
         cast = None if dtype is None else _cast(dtype, known)
         if (dtype is None or cast is not None) and not bool(tensor.isfinite().all()):

@@ -38,7 +38,10 @@ def export(
         typer.Option(min=0, max=1, help="With --int8: leave layers in float until at most this agreement is lost."),
     ] = None,
     data: Annotated[
-        str | None, typer.Option(help="Images to compare the file with the masked model on (default: noise).")
+        str | None,
+        typer.Option(
+            help="Images to compare the file with the masked model on (default: those of --calibrate, or noise)."
+        ),
     ] = None,
     images: Annotated[int, typer.Option(min=1, help="Compare on this many images of --data.")] = 16,
     with_preprocess: Annotated[
@@ -74,8 +77,8 @@ def export(
     opened = o.open_model(model, weights, "cpu", size, resize, mean, std)
     read = None if masks is None else halve.load(masks)
     example = opened.example()
-    if data is not None:
-        example = next(iter(opened.data(data, batch=images, workers=0, limit=images).loader))
+    if shown := data or calibrate:
+        example = next(iter(opened.data(shown, batch=images, workers=0, limit=images).loader))
     batches = None
     if calibrate is not None:
         limit = {"limit": calibration_images, "shuffle": True}

@@ -83,6 +83,8 @@ def inspect(
     )
     if masks.statistics:
         show.say(f"includes recalibrated statistics of {len(masks.statistics) // 2} BatchNorm layers")
+    if masks.corrections:
+        show.say(f"includes learned corrections of {len(masks.corrections)} scales and shifts of norms")
     if masks.moves:
         show.say(f"includes channel orders: 'halve apply' moves the channels of {len(masks.moves)} tensors")
     show.quality(masks.recipe)
@@ -167,6 +169,7 @@ def _described(path: Path, kind: str, masks: MaskSet) -> dict[str, object]:
         "density": masks.density,
         "layers": layers,
         "statistics": sorted(masks.statistics),
+        "corrections": sorted(masks.corrections),
         "moved": sorted(masks.moves),
         "recipe": masks.recipe,
     }

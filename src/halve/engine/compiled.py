@@ -18,7 +18,7 @@ from halve.engine.capture.guards import Guards
 from halve.engine.inductor import MAX_SECONDS, Bodies, Choice, by_default, choose, compile_body, unavailable
 from halve.engine.join import Join, choose_joins, joined_entries, joined_form, joined_kernels, planned_joins
 from halve.engine.kernels.kernel import Kernel
-from halve.engine.kernels.registry import FALLBACK, family_of, no_sparse_kernels
+from halve.engine.kernels.registry import FALLBACK, FAMILIES, family_of, no_sparse_kernels
 from halve.engine.layer import Layer
 from halve.engine.lower import move_
 from halve.engine.operations import PooledConvolution
@@ -313,7 +313,7 @@ class Compiled(nn.Module):
             except EngineError as error:
                 choice = Choice(kernels, failed=str(error))
         else:
-            choice = choose(body, given, kernels, TimingCache.of(self.device), network_key(self.body, inputs))
+            choice = choose(body, given, kernels, TimingCache.of(self.device), network_key(body, inputs))
         if choice.failed is not None:
             self.plan.uncompiled[INDUCTOR] = f"not used: {choice.failed}"
         return choice
@@ -398,13 +398,16 @@ class Compiled(nn.Module):
         """Copy the plan of another network with the same layers."""
         if [(a.name, a.operation) for a in self.layers] != [(b.name, b.operation) for b in other.layers]:
             raise EngineError("plan_from= has other layers than this network: compile without plan_from=")
+        joins = [join for found in other.plan.joins.values() for join in found if join.family in FAMILIES]
+        sparse = {name for join in joins if FAMILIES[join.family].sparse for name in (join.layer, join.other)}
         for mine, theirs in zip(self.layers, other.layers, strict=True):
-            if not mine.is_2_4 and any(family_of(kernel).sparse for kernel in theirs.kernels.values()):
+            used = {family_of(kernel).sparse for kernel in theirs.kernels.values()} | {mine.name in sparse}
+            if not mine.is_2_4 and any(used):
                 raise EngineError(f"layer {mine.name} is 2:4 in plan_from= but not here: use the same masks")
             mine.use(theirs.kernels)
         batches = {size: list(table) for size, table in other.plan.batches.items()}
-        joins = {size: list(found) for size, found in other.plan.joins.items()}
-        self.plan = Plan(batches, dict(self.plan.uncompiled), inductor=dict(other.plan.inductor), joins=joins)
+        planned = {size: list(found) for size, found in other.plan.joins.items()}
+        self.plan = Plan(batches, dict(self.plan.uncompiled), inductor=dict(other.plan.inductor), joins=planned)
 
     def save(self, path: str | Path, force: bool = False) -> None:
         """Save the network with its plan and packed weights. `halve.load_compiled` loads it.

@@ -19,11 +19,13 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
+from halve.engine.chains import joined
 from halve.engine.kernels import op
 from halve.engine.kernels.cuda import jit
 from halve.engine.kernels.kernel import Kernel
 from halve.engine.kernels.registry import FALLBACK, family_of
 from halve.engine.layer import Layer
+from halve.engine.plan import visit
 from halve.engine.timing import measure
 from halve.engine.timing_cache import TimingCache, kernel_id
 from halve.errors import EngineError, first_line
@@ -186,8 +188,15 @@ def compile_body(
         inputs: inputs in the compute dtype.
     """
     started = time.perf_counter()
-    expected = body(*inputs)
-    fixed = GraphModule(body, body.graph)
+    shapes: dict[Layer, tuple[int, ...]] = {}
+    layers = [layer for layer in body.modules() if isinstance(layer, Layer)]
+
+    def note(layer: Layer, given: list[Tensor]) -> None:
+        shapes.setdefault(layer, tuple(given[0].shape))
+
+    expected = visit(layers, partial(body, *inputs), note)
+    fixed = joined(body, kernels, shapes)
+    fixed = GraphModule(fixed, fixed.graph)  # a copy: its layers are replaced
     for name, layer in [*fixed.named_modules()]:
         if isinstance(layer, Layer):
             fixed.set_submodule(name, _Fixed(layer, kernels.get(layer, FALLBACK)))

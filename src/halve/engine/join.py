@@ -9,6 +9,7 @@ layers, a form of its graph is built when it is needed.
 """
 
 import copy
+import itertools
 import operator
 from abc import ABC, abstractmethod
 from collections import Counter
@@ -197,7 +198,9 @@ def planned_joins(
     for pairs in _KINDS if wanted else ():
         for pair in pairs(joined_form(body, joins)):
             kernel = wanted.get((pair.layer.name, pair.other.name))
-            if kernel is None or kernel not in (both := pair.joined()).available_kernels(device):
+            if kernel is None or not {pair.layer, pair.other} <= known.keys():
+                continue
+            if kernel not in (both := pair.joined()).available_kernels(device):
                 continue
             known[both] = known[pair.layer]
             both.use({known[both]: kernel})
@@ -208,9 +211,10 @@ def planned_joins(
 def joined_form(body: GraphModule, joins: Sequence[Join]) -> GraphModule:
     """The network with these layers joined. It shares all other layers."""
     form = GraphModule(body, copy.deepcopy(body.graph))
-    for number, join in enumerate(joins):
+    unused = (name for number in itertools.count() if not hasattr(form, name := f"joined{number}"))
+    for join, name in zip(joins, unused, strict=False):
         nodes = {form.get_submodule(str(node.target)): node for node in form.graph.nodes if node.op == "call_module"}
-        form.add_submodule(name := f"joined{number}", join.both)
+        form.add_submodule(name, join.both)
         join.pair.replace(form, name, nodes)
     form.delete_all_unused_submodules()
     form.recompile()
@@ -252,6 +256,8 @@ def pairs_with_shortcut(body: GraphModule) -> Iterator[Pair]:
     for node in body.graph.nodes:
         last, added = _layer(body, node), node.args[1] if len(node.args) == 2 else None
         if last is None or not isinstance(added, Node) or len(added.users) != 1 or len(added.args) != 1:
+            continue
+        if node.args[0] is added:  # the last layer also convolves it
             continue
         first = _layer(body, added)
         if first is None or first.dtype != last.dtype or {names[first.name], names[last.name]} != {1}:
@@ -367,7 +373,8 @@ def _is_faster(
     cache: TimingCache,
     key: str | None,
 ) -> bool:
-    described = " ".join(map(kernel_id, [*kernels.values(), *(join.kernel for join in joins)]))
+    together = [f"{join.both.name}: {kernel_id(join.kernel)}" for join in joins]
+    described = " ".join([*map(kernel_id, kernels.values()), *together])
     ids = {f"{name} {described}": name for name in ("separate", "joined")}
     times = None if key is None else cache.get(key, ids)
     if times is None:

@@ -300,8 +300,8 @@ def time_layers(
     return [found[id(layer)] for layer in layers if id(layer) in found]
 
 
-def visit(layers: Sequence[Layer], run: Callable[[], object], look: Callable[[Layer, list[Tensor]], None]) -> None:
-    """Run the network, and show the inputs of each layer that are not empty before it runs."""
+def visit(layers: Sequence[Layer], run: Callable[[], object], look: Callable[[Layer, list[Tensor]], object]) -> object:
+    """Run the network, and show the inputs of each layer that are not empty before it runs. Returns the outputs."""
 
     def hook(layer: Layer, args: tuple[Any, ...]) -> None:
         if args[0].numel():
@@ -309,7 +309,7 @@ def visit(layers: Sequence[Layer], run: Callable[[], object], look: Callable[[La
 
     handles = [layer.register_forward_pre_hook(hook) for layer in layers]
     try:
-        run()
+        return run()
     finally:
         for handle in handles:
             handle.remove()

@@ -1,7 +1,7 @@
 """Calibration: what range the activations of a network have, and which part of it int8 should cover."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -66,12 +66,12 @@ class Histogram:
         return float(candidates[int(np.argmin(errors @ self.counts))])
 
 
-def measured(model: object, tensors: Iterable[str], batches: Iterable[Tensor]) -> dict[str, Histogram]:
-    """The histograms of some tensors of a float32 model, over batches of images."""
+def measured(model: object, tensors: Iterable[str], batches: Iterable[Sequence[Tensor]]) -> dict[str, Histogram]:
+    """The histograms of some tensors of a float32 model, over batches of inputs."""
     found = {name: Histogram() for name in tensors}
     session = Session(with_outputs(model, found))
     for batch in batches:
-        for name, values in zip(found, session.run([batch], list(found)), strict=True):
+        for name, values in zip(found, session.run(batch, list(found)), strict=True):
             found[name].add(values.numpy())
     return found
 

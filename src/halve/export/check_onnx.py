@@ -48,9 +48,10 @@ class OnnxCheck:
     @property
     def failures(self) -> dict[str, str]:
         """Layers that `export` masked and that are no longer eligible, with the reason."""
-        found = {layer.name: layer for layer in self.layers}
-        lost = [name for name in self.masked if name not in found or not found[name].is_eligible]
-        return {name: found[name].reason if name in found else "it is not in the graph" for name in lost}
+        names = {layer.name for layer in self.layers}
+        lost = {layer.name: layer.reason for layer in reversed(self.layers) if not layer.is_eligible}
+        reasons = lost | {name: "it is not in the graph" for name in self.masked if name not in names}
+        return {name: reasons[name] for name in self.masked if name in reasons}
 
     @property
     def status(self) -> Status:
@@ -148,14 +149,19 @@ def check_onnx(path: str | Path, *, trt_log: str | Path | None = None) -> OnnxCh
 def checked(opened: file.OnnxFile, log: trtexec.TrtLog | None = None) -> OnnxCheck:
     """Check a file that is already read."""
     layers = tuple(judged(product) for product in products_in(opened))
+    shapes = shapes_of(opened)
     notes = _notes(opened, layers)
+    if any(None in shape[1:] for shape in shapes.values()):
+        notes.append(f"image sizes are not fixed in the file: the trtexec lines have {trtexec.SIZE}, change that")
+    if log is not None and log.picked is None:
+        notes.append("the log does not say which layers TensorRT picked: the build may not have ended")
     if log is not None:
         layers = tuple(replace(layer, picked=log.picks(layer.name)) for layer in layers)
         if unknown := log.unknown(layer.name for layer in layers):
             notes.append(f"the log names {len(unknown)} layer(s) that the file does not have: {listed(unknown, 4)}")
     metadata = {key: value for key, value in opened.metadata.items() if key.startswith("halve.")}
     masked = tuple(_names(metadata.get("halve.layers", "")))
-    commands = trtexec.commands(opened.path, shapes_of(opened))
+    commands = trtexec.commands(opened.path, shapes)
     return OnnxCheck(opened.path, layers, masked, commands, tuple(notes), metadata)
 
 

@@ -4,17 +4,20 @@
 - *Likely*: eligible, and of a size at which sparse kernels have been faster.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from halve.errors import listed
 from halve.export.weights import Product
 
 Verdict = Literal["likely", "eligible", "no"]
 COLUMNS = ("layer", "operator", "weight", "dtype", "TensorRT", "reason")
-LARGE = 256  # input and output channels; see docs/export.md
+TYPES = ("float32", "float16", "bfloat16", "int8")  # of weights that are judged; see docs/how/export.md
+LARGE = 256  # input and output channels; see docs/how/export.md
 
 
 @dataclass(frozen=True)
@@ -58,9 +61,9 @@ def judged(product: Product) -> OnnxLayer:
     weight, operator = product.weight, str(product.node.op_type)
     if weight is None:
         return OnnxLayer(product.name, operator, None, (), None, "no", product.reason or "")
-    rows = _rows(weight.values, weight.axis, operator, product.groups)
+    rows = _rows(weight.values, weight.axis, operator)
     shape = (rows.shape[0], rows.shape[1], *(weight.values.shape[2:] if operator.startswith("Conv") else ()))
-    reason = _not_eligible(rows, operator, product.groups)
+    reason = _not_eligible(rows, operator, product.groups, weight.dtype)
     verdict: Verdict = "no"
     if reason is None:
         verdict, reason = _outlook(shape)
@@ -68,29 +71,34 @@ def judged(product: Product) -> OnnxLayer:
     return OnnxLayer(product.name, operator, weight.name, shape, dtype, verdict, reason)
 
 
-def _rows(values: NDArray[Any], axis: int, operator: str, groups: int) -> NDArray[np.bool_]:
+def _rows(values: NDArray[Any], axis: int, operator: str) -> NDArray[np.bool_]:
     """Where a weight is not zero, as (output channels, input channels, kernel positions)."""
     nonzero: NDArray[np.bool_] = values != 0
     if operator.startswith("Conv"):
         front = np.moveaxis(nonzero, axis, 1)
-        return front.reshape(*front.shape[:2], -1)
+        return front.reshape(*front.shape[:2], math.prod(front.shape[2:]))
     # a product: leading dimensions are a batch of matrices, and count as more output channels
-    return np.moveaxis(nonzero, axis, -1).reshape(-1, nonzero.shape[axis], 1)
+    last = np.moveaxis(nonzero, axis, -1)
+    return last.reshape(math.prod(last.shape[:-1]), last.shape[-1], 1)
 
 
-def _not_eligible(rows: NDArray[np.bool_], operator: str, groups: int) -> str | None:
-    if groups > 1:
+def _not_eligible(rows: NDArray[np.bool_], operator: str, groups: int, dtype: str) -> str | None:
+    if not rows.size:
+        return "its weight is empty"
+    if groups != 1:
         return f"grouped convolution ({groups} groups)"
     if operator == "ConvTranspose":
         return "transposed convolution"
     channels = rows.shape[1]
     if channels % 4:
         return f"{channels} input channels, not divisible by 4"
-    if rows.all():
-        return "dense"
+    if dtype not in TYPES:
+        return f"its weight is stored as {dtype}: only {listed(TYPES)} are judged"
     crowded = _crowded(rows)
     if not crowded.any():
         return None
+    if crowded.all():
+        return "dense"  # but for single zeros, as rounding to int8 makes
     count, total = int(crowded.sum()), crowded.size
     row, block, position = (int(i) for i in np.argwhere(crowded)[0])
     where = f"{count:,} of {total:,} blocks of 4 input channels have more than 2 nonzero weights"

@@ -4,6 +4,8 @@ A detector takes a list of images and returns boxes: its file takes the batch of
 and returns what its heads compute. With preprocessing in the file, it takes pixels.
 """
 
+import inspect
+import itertools
 from typing import Any
 
 import torch
@@ -35,6 +37,7 @@ class Entry:
                 f"with one stage (RetinaNet, SSD, FCOS) can be exported up to their heads, of this one its backbone"
             )
         self._transform: Any = model.transform if self.is_detector else None
+        self._parameters = inspect.signature(model.forward).parameters.values()
         self.preprocess = checked_preprocess(preprocess)
         if self.is_detector and self.preprocess is not None:
             transform: Any = self._transform
@@ -44,6 +47,11 @@ class Entry:
     def prefix(self) -> str:
         """The name of the model inside of the wrapped one."""
         return ".".join([_INNER] * (self.is_detector + (self.preprocess is not None)))
+
+    def names(self, count: int) -> tuple[str, ...]:
+        """The names of the model's first inputs; fewer if its code has none for them."""
+        named = itertools.takewhile(lambda p: p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD), self._parameters)
+        return tuple(parameter.name for parameter in named)[:count]
 
     @property
     def notes(self) -> list[str]:
@@ -101,7 +109,7 @@ class RawHeads(nn.Module):
 
 
 class Normalized(nn.Module):
-    """A model with the normalisation of pixels in front of it."""
+    """A model with the normalisation of pixels in front of it: those of its first input."""
 
     scale: Tensor
     shift: Tensor
@@ -113,8 +121,8 @@ class Normalized(nn.Module):
         self.register_buffer("scale", (1 / (255 * spread)).float())
         self.register_buffer("shift", (-center / spread).float())
 
-    def forward(self, images: Tensor) -> Any:
-        return self.model(images.to(self.scale.dtype) * self.scale + self.shift)
+    def forward(self, images: Tensor, *others: Tensor) -> Any:
+        return self.model(images.to(self.scale.dtype) * self.scale + self.shift, *others)
 
 
 def pixels(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> Tensor:

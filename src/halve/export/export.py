@@ -29,6 +29,7 @@ from halve.version import VERSION
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 _TOLERANCE = 1e-3  # in float32: beyond it the file computes something else
+_HALF_TOLERANCE, _INT8_TOLERANCE = 0.05, 0.5  # beyond these the user is told; usual are 1e-3 and 5e-2
 _IN_2_4 = ("2:4", "1:4", "1:2", "1:3")  # patterns with at most two weights in every four
 
 
@@ -160,12 +161,13 @@ def export(
     reference = outputs_of(masked, inputs)
     quantizer = None
     if int8:
-        images = CalibrationImages.of(calibrate, entry.inputs)
+        images = CalibrationImages.of(calibrate, entry.inputs, inputs)
         quantizer = Quantizer(images, _plain(entry, clone(model)), max_drop, progress)
     [network] = (
-        prepared(masked, x, chosen, entry.prefix) for x in tracked([inputs], progress, "capturing the network")
+        prepared(masked, x, chosen, entry.prefix, entry.names(len(x)))
+        for x in tracked([inputs], progress, "capturing the network")
     )
-    done = _write(path, network, reference, masks, chosen, quantizer, entry)
+    done = _write(path, network, reference, masks, chosen, quantizer, entry, force)
     return replace(done, notes=(*entry.notes, *done.notes))
 
 
@@ -197,6 +199,7 @@ def _write(
     dtype: torch.dtype,
     quantizer: Quantizer | None,
     entry: Entry,
+    force: bool,
 ) -> Exported:
     network.check_fits(dtype)
     if dtype == torch.float16 and not _finite_like(network.outputs(dtype), reference):
@@ -219,7 +222,7 @@ def _write(
         if quantizer is not None and quantization is not None:
             quantization = quantization.with_quality("int8", quantizer.quality(trial.path))
         _check_layers(checked(trial))
-        file.copy(trial.path, path)
+        file.copy(trial.path, path, force=force)
     opened = file.read(path)
     outputs = tuple(value.name for value in opened.model.graph.output)
     about = (path, opened.size, name, shapes_of(opened), outputs, difference, images)
@@ -252,6 +255,11 @@ def _compared(
         raise ModelError(
             f"the file does not compute what the model computes: outputs differ by {difference:.1e} of the largest; "
             f"the model may be random, or depend on more than its inputs"
+        )
+    if difference > (_HALF_TOLERANCE if exact else _INT8_TOLERANCE):
+        notes.append(
+            f"the outputs differ from the masked model's by {difference:.1e} of the largest: its values are too small "
+            f"or too large for {'float16: export in float32 or bfloat16' if exact else 'int8: set max_drop='}"
         )
     if not fixed and images > 1:
         notes += _differs_alone(session, inputs, reference, 2 * difference)

@@ -3,7 +3,8 @@
 import hashlib
 import math
 import os
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,8 @@ from halve.masks import storage
 FORMAT = "halve.onnx"  # of files that `export` wrote, in their metadata
 MAX_BYTES = 1_900_000_000  # protobuf holds at most 2 GiB; weights of larger networks go to a file beside it
 DATA_SUFFIX = ".data"
+_DATA_DIGEST = "halve.data_sha256"  # in the metadata of files with external data
+_MAX_TENSOR = 1 << 33  # bytes of external data, where a file with holes can have any size: far beyond any layer
 _SMALL = 1024  # bytes; smaller tensors stay in the file
 _TYPED = {"float_data": 4, "double_data": 8, "int32_data": 4, "int64_data": 8, "uint64_data": 8}
 _WIDE = "data that does not fit its shape"
@@ -42,11 +45,14 @@ class OnnxFile:
 
 def values_of(tensor: Any, folder: Path) -> NDArray[Any]:
     """The values of a TensorProto; those of external data are read from the folder."""
-    onnx = packages.onnx()
+    onnx, name = packages.onnx(), _shown(tensor.name)
     if tensor.data_location == onnx.TensorProto.EXTERNAL:
         where = _External.of(tensor, folder)
         tensor = onnx.helper.make_tensor(tensor.name, tensor.data_type, tensor.dims, where.read(), raw=True)
-    array: NDArray[Any] = onnx.numpy_helper.to_array(tensor)
+    try:
+        array: NDArray[Any] = onnx.numpy_helper.to_array(tensor)
+    except (ValueError, TypeError) as error:  # a shape that NumPy cannot hold, such as one of 65 dimensions
+        raise FileError(f"the file is damaged: tensor {name} cannot be read: {first_line(error)}") from error
     return array
 
 
@@ -66,11 +72,13 @@ def read(path: str | Path) -> OnnxFile:
     if not model.HasField("graph") or not model.graph.node:
         raise FileError(f"{path} is not an ONNX file: it holds no graph with operators")
     size = len(content)
+    _check_texts(path, (text for entry in model.metadata_props for text in (entry.key, entry.value)))
     for graph in graphs_in(model.graph):
+        _check_texts(path, _texts_of(graph))
         _check_order(path, graph)
         for tensor in _tensors_of(graph):
             size += _check_tensor(path, tensor)
-    expected = {entry.key: entry.value for entry in model.metadata_props}.get("halve.data_sha256")
+    expected = {entry.key: entry.value for entry in model.metadata_props}.get(_DATA_DIGEST)
     if expected is not None and expected != _sha256(_data_path(path)):
         raise FileError(f"{_data_path(path)} is not the data that {path} was written with; copy both files together")
     return OnnxFile(path, model, size)
@@ -94,19 +102,40 @@ def _tensors_of(graph: Any) -> Iterator[Any]:
             yield from attribute.tensors
 
 
+def _texts_of(graph: Any) -> Iterator[str | bytes]:
+    """The names in a graph."""
+    for value in (*graph.input, *graph.output):
+        yield value.name
+    for node in graph.node:
+        yield from (node.name, node.op_type, node.domain, *node.input, *node.output)
+        yield from (attribute.name for attribute in node.attribute)
+    for tensor in (*_tensors_of(graph), *(one.values for one in graph.sparse_initializer)):
+        yield tensor.name
+        yield from (text for entry in tensor.external_data for text in (entry.key, entry.value))
+
+
+def _check_texts(path: Path, texts: Iterable[str | bytes]) -> None:
+    """Raise unless all names are text: protobuf gives bytes for what is not UTF-8."""
+    for text in texts:
+        if isinstance(text, bytes):
+            raise FileError(f"{path} is damaged: the name {text[:80]!r} is not valid UTF-8")
+
+
 def _check_order(path: Path, graph: Any) -> None:
     """Raise unless each node only reads what earlier nodes, inputs or outer graphs produce: so there is no cycle."""
-    later = {name: node for node in graph.node for name in node.output if name}
-    if sum(1 for node in graph.node for name in node.output if name) != len(later):
-        raise FileError(f"{path} is damaged: two nodes of its graph produce the same tensor")
+    constants = [*(t.name for t in graph.initializer), *(t.values.name for t in graph.sparse_initializer)]
+    produced = [name for node in graph.node for name in node.output if name]
+    names = Counter([*constants, *produced])
+    if twice := [name for name, count in names.items() if count > 1]:
+        raise FileError(f"{path} is damaged: its graph has two tensors with the name {_shown(twice[0])}")
+    later = set(produced)
     for node in graph.node:
         if missing := [name for name in node.input if name in later]:
             raise FileError(
                 f"{path} is damaged: its graph is cyclic or not sorted: node {_shown(node.name or node.op_type)} reads "
                 f"{_shown(missing[0])} before it is computed"
             )
-        for name in node.output:
-            later.pop(name, None)
+        later.difference_update(node.output)
 
 
 def _check_tensor(path: Path, tensor: Any) -> int:
@@ -183,8 +212,8 @@ class _External:
                 f"the external data of tensor {name} is {_shown(location)}, outside of the model's folder; "
                 f"it is not read: put the data beside the model"
             )
-        if not target.is_file():
-            raise FileError(f"{root / location}: no such file; the values of tensor {name} are in it")
+        if not os.path.isfile(target):  # False for names that are too long, where Path raises
+            raise FileError(f"{root} has no file {_shown(location)}; the values of tensor {name} are in it")
         size = target.stat().st_size
         try:
             offset = int(entries.get("offset", "0"))
@@ -195,6 +224,8 @@ class _External:
             raise FileError(
                 f"{target} is truncated: tensor {name} is at bytes {offset:,} to {offset + length:,} of {size:,}"
             )
+        if length > _MAX_TENSOR:
+            raise FileError(f"tensor {name} has {length:,} bytes of external data; at most {_MAX_TENSOR:,} are read")
         return cls(target, offset, length)
 
     def read(self) -> bytes:
@@ -218,16 +249,34 @@ def is_exported(path: Path) -> bool:
     return read(path).metadata.get("halve.format") == FORMAT
 
 
+def _has_data(path: Path) -> bool:
+    """Whether a file was written by `export`, together with the data beside it."""
+    return path.exists() and _DATA_DIGEST in read(path).metadata
+
+
+def is_large(model: Any) -> bool:
+    """Whether a model does not fit into one file. (protobuf cannot even measure what is larger than that.)"""
+    return sum(len(tensor.raw_data) for tensor in model.graph.initializer) > MAX_BYTES
+
+
 def write(path: Path, model: Any) -> Path:
     """Write a model; weights beyond protobuf's limit go to a file beside it, and leave the model."""
-    if model.ByteSize() > MAX_BYTES:
+    if is_large(model):
         _move_out_(path, model)
     return storage.write_atomically(path, model.SerializeToString(deterministic=True))
 
 
-def copy(source: Path, target: Path) -> None:
-    """Copy a model with its data to the place of another. Each file is replaced in one step, the model last."""
+def copy(source: Path, target: Path, *, force: bool = False) -> None:
+    """Copy a model with its data to the place of another. Each file is replaced in one step, the model last.
+
+    Data beside the target is only replaced if the target is a model that it belongs to, or by force.
+    """
     pairs = [(_data_path(source), _data_path(target)), (source, target)]
+    if all(path.exists() for path in pairs[0]) and not force and not _has_data(target):
+        raise FileError(
+            f"cannot write {pairs[0][1]}: the file exists and was not written by halve export; "
+            f"choose another path, or replace it with force=True"
+        )
     for one, other in pairs:
         if one.exists():
             storage.write_atomically(other, storage.read_bytes(one))
@@ -249,7 +298,7 @@ def _move_out_(path: Path, model: Any) -> None:
         for key, value in place.items():
             tensor.external_data.add(key=key, value=str(value))
     storage.write_atomically(_data_path(path), bytes(content))
-    model.metadata_props.add(key="halve.data_sha256", value=hashlib.sha256(content).hexdigest())
+    model.metadata_props.add(key=_DATA_DIGEST, value=hashlib.sha256(content).hexdigest())
 
 
 def _data_path(path: Path) -> Path:

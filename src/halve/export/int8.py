@@ -10,9 +10,10 @@ from torch import Tensor, nn
 
 from halve.agreement import compare
 from halve.batches import Progress, images_of, iterate, tracked
-from halve.errors import DataError, ModelError
+from halve.errors import DataError, ModelError, listed
 from halve.export import packages
 from halve.export.calibration import METHODS, limits, measured
+from halve.export.file import MAX_BYTES, is_large
 from halve.export.network import outputs_of
 from halve.export.quantize import Quantizable, activations_of, quantizable, quantize_
 from halve.export.runtime import Session
@@ -20,6 +21,7 @@ from halve.export.runtime import Session
 LEAST_IMAGES = 8
 _HELD_OUT = 0.25  # of the images, to choose on
 _MOST_HELD_OUT = 128
+_MOST_VALUES = 1 << 26  # of outputs to measure on: those of large ones, as of segmentation, take gigabytes
 _BATCH = 8
 
 
@@ -28,9 +30,9 @@ class Quality:
     """How far outputs agree with those of a reference.
 
     Args:
-        agreement: The share of images with the same top-1 class; None if the outputs are not class scores.
-        kl: The mean KL divergence of class probabilities; None if the outputs are not class scores.
-        error: The norm of the difference, relative to the norm of the reference.
+        agreement: The share of images with the same top-1 class; None if the first output is not class scores.
+        kl: The mean KL divergence of class probabilities; None if the first output is not class scores.
+        error: The norm of the difference, relative to the norm of the reference, of the output where it is largest.
     """
 
     agreement: float | None
@@ -38,18 +40,23 @@ class Quality:
     error: float
 
     @classmethod
-    def of(cls, outputs: Tensor, reference: Tensor) -> "Quality":
-        outputs, reference = outputs.double(), reference.double()
-        error = float((outputs - reference).norm() / reference.norm().clamp(min=1e-30))
-        if reference.dim() != 2 or reference.shape[1] < 2:
+    def of(cls, outputs: Sequence[Tensor], reference: Sequence[Tensor]) -> "Quality":
+        error = max(_error(one, other) for one, other in zip(outputs, reference, strict=True))
+        scores = reference[0]
+        if scores.dim() != 2 or scores.shape[1] < 2:
             return cls(None, None, error)
-        counted = compare(outputs, reference)
+        counted = compare(outputs[0].double(), scores.double())
         return cls(counted.share, counted.kl, error)
 
     @property
     def distance(self) -> float:
         """The smaller, the closer."""
         return self.error if self.kl is None else self.kl
+
+
+def _error(values: Tensor, reference: Tensor) -> float:
+    exact = reference.double()
+    return float((values.double() - exact).norm() / exact.norm().clamp(min=1e-30))
 
 
 @dataclass(frozen=True)
@@ -109,27 +116,54 @@ class Quantization:
 
 @dataclass(frozen=True)
 class CalibrationImages:
-    """Images to calibrate on, and others to choose and measure on."""
+    """Images to calibrate on, and others to choose and measure on: a tensor for each input of the file."""
 
-    calibration: Tensor
-    held_out: Tensor
+    calibration: tuple[Tensor, ...]
+    held_out: tuple[Tensor, ...]
 
     @classmethod
-    def of(cls, data: Any, inputs_of: Callable[[Any], tuple[Tensor, ...]]) -> "CalibrationImages":
+    def of(
+        cls, data: Any, inputs_of: Callable[[Any], tuple[Tensor, ...]], example: tuple[Tensor, ...]
+    ) -> "CalibrationImages":
         """Read all images of some data.
 
         Args:
             data: Batches that the model takes.
             inputs_of: The inputs of the file for a batch.
+            example: The inputs of the file for the example.
         """
-        parts = [inputs_of(images_of(batch))[0] for batch in iterate(data)]
-        if len({tuple(part.shape[1:]) for part in parts}) > 1:
-            raise DataError("calibration images must all have one size, which is that of the example")
-        images = torch.cat(parts)
-        if len(images) < LEAST_IMAGES:
-            raise DataError(f"calibration needs at least {LEAST_IMAGES} images, got {len(images)}; use a few hundred")
-        count = min(max(LEAST_IMAGES // 2, round(_HELD_OUT * len(images))), _MOST_HELD_OUT)
-        return cls(images[:-count], images[-count:])
+        count, wanted = len(example), [tuple(x.shape[1:]) for x in example]
+        parts = []
+        for batch in iterate(data):
+            parts.append(inputs_of(images_of(batch) if count == 1 else _several(batch, count)))
+            if (found := [tuple(x.shape[1:]) for x in parts[-1]]) != wanted:
+                raise DataError(
+                    f"calibration images must have the size of the example: they are {listed(found)}, it is "
+                    f"{listed(wanted)} (without the batch size)"
+                )
+        images = tuple(torch.cat(part) for part in zip(*parts, strict=True))
+        total = len(images[0])
+        if total < LEAST_IMAGES:
+            raise DataError(f"calibration needs at least {LEAST_IMAGES} images, got {total}; use a few hundred")
+        held_out = min(max(LEAST_IMAGES // 2, round(_HELD_OUT * total)), _MOST_HELD_OUT)
+        return cls(tuple(x[:-held_out] for x in images), tuple(x[-held_out:] for x in images))
+
+
+def _several(batch: Any, count: int) -> tuple[Tensor, ...]:
+    """The inputs in a batch for a model that takes several."""
+    given = tuple(batch[:count]) if isinstance(batch, tuple | list) else ()
+    if len(given) < count or not all(isinstance(x, Tensor) for x in given):
+        raise DataError(f"each calibration batch must be a tuple of {count} tensors, as the model takes them")
+    return given
+
+
+def _batches(images: tuple[Tensor, ...]) -> list[tuple[Tensor, ...]]:
+    return list(zip(*(x.split(_BATCH) for x in images), strict=True))
+
+
+def _joined(batches: list[list[Tensor]]) -> list[Tensor]:
+    """The outputs of all batches, each in one tensor."""
+    return [torch.cat([torch.atleast_1d(x).float() for x in one]) for one in zip(*batches, strict=True)]
 
 
 class Quantizer:
@@ -150,14 +184,19 @@ class Quantizer:
             max_drop: Leave the costliest layers in float until at most this is lost; None quantises all.
             progress: Wraps loops that take long.
         """
-        self.images, self.max_drop, self.progress = images, max_drop, progress
-        self.dense = torch.cat([outputs_of(dense, (batch,))[0] for batch in images.held_out.split(_BATCH)])
+        self.max_drop, self.progress = max_drop, progress
+        found: list[list[Tensor]] = []
+        batches = _batches(images.held_out)
+        while len(found) < len(batches) and sum(x.numel() for outputs in found for x in outputs) < _MOST_VALUES:
+            found.append(outputs_of(dense, batches[len(found)]))
+        self.dense = _joined(found)
+        count = _BATCH * len(found)
+        self.images = replace(images, held_out=tuple(x[:count] for x in images.held_out))
 
-    def outputs(self, source: Path | bytes) -> Tensor:
-        """The first output of a file for the held-out images."""
+    def outputs(self, source: Path | bytes) -> list[Tensor]:
+        """The outputs of a file for the held-out images."""
         session = Session(source)
-        batches = tracked(self.images.held_out.split(_BATCH), self.progress, "measuring")
-        return torch.cat([session.run([batch], session.outputs[:1])[0].float() for batch in batches])
+        return _joined([session.run(x) for x in tracked(_batches(self.images.held_out), self.progress, "measuring")])
 
     def quality(self, source: Path | bytes) -> Quality:
         """How far a file agrees with the dense network."""
@@ -171,6 +210,8 @@ class Quantizer:
             dtype: The name of that dtype.
             exact: The same network in float32.
         """
+        if is_large(exact):
+            raise ModelError(f"int8 needs a network of at most {MAX_BYTES:,} bytes in float32, protobuf's limit")
         in_float = {"float32": exact} | ({} if dtype == "float32" else {dtype: model})
         quality = {name: self.quality(one.SerializeToString()) for name, one in in_float.items()}
         trials = _Trials(self, exact)
@@ -188,7 +229,7 @@ class _Trials:
         self.layers = quantizable(exact)
         if not self.layers:
             raise ModelError("the network has no layer that can be quantised: no convolution or product with a weight")
-        batches = tracked(quantizer.images.calibration.split(_BATCH), self._progress, "calibrating")
+        batches = tracked(_batches(quantizer.images.calibration), self._progress, "calibrating")
         self.histograms = measured(exact, activations_of(exact, self.layers), batches)
         self._masked = quantizer.outputs(exact.SerializeToString())
 
@@ -209,7 +250,9 @@ class _Trials:
         return (
             method,
             kept,
-            Quantization(method, distances, ordered, left, drop, {}, len(images.calibration), len(images.held_out)),
+            Quantization(
+                *(method, distances, ordered, left, drop, {}, len(images.calibration[0]), len(images.held_out[0]))
+            ),
         )
 
     def _within(self, order: list[Quantizable], method: str, max_drop: float) -> tuple[list[Quantizable], float]:
@@ -228,7 +271,7 @@ class _Trials:
             return Quality.of(outputs, self._masked).error
         return max(0.0, masked.agreement - ours.agreement)
 
-    def _quantized(self, layers: Sequence[Quantizable], method: str) -> Tensor:
+    def _quantized(self, layers: Sequence[Quantizable], method: str) -> list[Tensor]:
         """The outputs for the held-out images with some layers quantised."""
         if not layers:
             return self._masked
@@ -240,11 +283,11 @@ class _Trials:
     def _costs(self, method: str) -> dict[str, float]:
         """The relative error of each layer's output when it alone is quantised, from one run over some images."""
         session = Session(self._with_errors(method))
-        images = self._quantizer.images.held_out[: 2 * _BATCH]
+        images = _batches(self._quantizer.images.held_out)[:2]
         names = [f"{layer.name}/{what}" for layer in self.layers for what in ("error", "norm")]
         totals = torch.zeros(len(names), dtype=torch.float64)
-        for batch in tracked(images.split(_BATCH), self._progress, "cost of each layer"):
-            totals += torch.stack([value.double().reshape(()) for value in session.run([batch], names)])
+        for batch in tracked(images, self._progress, "cost of each layer"):
+            totals += torch.stack([value.double().reshape(()) for value in session.run(batch, names)])
         errors = (totals[0::2] / totals[1::2].clamp(min=1e-30)).sqrt().tolist()
         return {layer.name: error for layer, error in zip(self.layers, errors, strict=True)}
 

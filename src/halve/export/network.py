@@ -32,6 +32,7 @@ class Network:
         module: In float32, in eval mode.
         inputs: Example inputs, in float32.
         folded: The norms that became identities.
+        input_names: The names of its inputs.
         output_names: The names of its outputs.
         prefix: The name of the user's model inside of the module; "" if it is the module.
         parts: The graphs that were captured so far, by dtype.
@@ -40,6 +41,7 @@ class Network:
     module: nn.Module
     inputs: tuple[Tensor, ...]
     folded: list[str]
+    input_names: tuple[str, ...]
     output_names: tuple[str, ...]
     prefix: str = ""
     parts: dict[torch.dtype, Part] = field(default_factory=dict)
@@ -77,13 +79,20 @@ class Network:
                 ) from error
         assert program is not None
         model: Any = program.model_proto
-        _name_outputs_(model.graph, self.output_names)
+        _name_(model.graph, model.graph.input, self.input_names)
+        _name_(model.graph, model.graph.output, self.output_names)
         _name_batch_(model.graph)
         _name_layers_(model.graph, f"{self.prefix}." if self.prefix else "")
         return model
 
 
-def prepared(masked: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.dtype, prefix: str = "") -> Network:
+def prepared(
+    masked: nn.Module,
+    inputs: tuple[Tensor, ...],
+    dtype: torch.dtype,
+    prefix: str = "",
+    input_names: tuple[str, ...] = (),
+) -> Network:
     """Fold a masked copy of the user's model, which is changed.
 
     Args:
@@ -91,6 +100,7 @@ def prepared(masked: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.dtype, 
         inputs: Example inputs.
         dtype: A dtype that it will be exported in. Capturing takes most of the time, and is done once.
         prefix: The name of the user's model inside of it, if it is wrapped.
+        input_names: What its inputs are called in the file; default: as in its code.
     """
     for module in masked.modules():
         if kind_of(module) is not None and weight_sources(module):
@@ -99,7 +109,8 @@ def prepared(masked: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.dtype, 
     add_biases_(masked)
     part = _captured(masked, inputs, dtype)
     folded = fold_(masked, part)
-    return Network(masked, inputs, folded, _output_names(_run(masked, inputs)), prefix, {dtype: part})
+    names = _output_names(_run(masked, inputs))
+    return Network(masked, inputs, folded, input_names, names, prefix, {dtype: part})
 
 
 def outputs_of(module: nn.Module, inputs: tuple[Tensor, ...]) -> list[Tensor]:
@@ -153,11 +164,12 @@ def _key(step: Any) -> str:
     return str(next(getattr(step, name) for name in ("key", "idx", "name") if hasattr(step, name)))
 
 
-def _name_outputs_(graph: Any, names: tuple[str, ...]) -> None:
-    if len(names) != len(graph.output) or len(set(names)) != len(names):
+def _name_(graph: Any, values: Any, names: tuple[str, ...]) -> None:
+    """Give names to the inputs or outputs of a graph, unless others have them."""
+    if len(names) != len(values) or len(set(names)) != len(names):
         return
     taken = {name for node in graph.node for name in (*node.input, *node.output)}
-    wanted = {value.name: name for value, name in zip(graph.output, names, strict=True)}
+    wanted = {value.name: name for value, name in zip(values, names, strict=True)}
     if len(wanted) == len(names) and not taken & (set(names) - wanted.keys()):
         rename_(graph, wanted)
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from halve.errors import FileError
 from halve.export import packages
 from halve.export.file import OnnxFile, graphs_in
 
@@ -24,6 +25,7 @@ OTHER_PRODUCTS = {  # that TensorRT does not take as they are
     "FusedMatMul": "fused by onnxruntime: use the original model",
 }
 _QUANTIZERS = ("QuantizeLinear", "DequantizeLinear")
+_COMPUTED = "both factors are computed: it has no weight"
 _MAX_STEPS = 64
 
 
@@ -85,7 +87,9 @@ class _Constants:
     def __init__(self, file: OnnxFile, graph: Any, outer: dict[str, Any]) -> None:
         self.file = file
         self.initializers = {**outer, **{tensor.name: tensor for tensor in graph.initializer}}
+        self.sparse = {tensor.values.name for tensor in graph.sparse_initializer}
         self.producers = {name: node for node in graph.node for name in node.output}
+        self.folded = self._folded(graph)
 
     def tensor(self, name: str) -> Any:
         """The constant of that name; None if it is computed or an input."""
@@ -94,11 +98,19 @@ class _Constants:
         node = self.producers.get(name)
         if node is None or node.op_type != "Constant":
             return None
-        return next((attribute.t for attribute in node.attribute if attribute.name == "value"), None)
+        return next((one.t for one in node.attribute if one.name == "value" and one.HasField("t")), None)
+
+    def _folded(self, graph: Any) -> set[str]:
+        """The tensors that depend on constants only. Nodes are sorted."""
+        found: set[str] = set()
+        for node in graph.node:
+            if all(not name or name in found or name in self.initializers for name in node.input):
+                found |= set(node.output)
+        return found
 
 
 def _product(known: _Constants, node: Any, index: int) -> Product:
-    groups = int(attribute(node, "group", 1)) if node.op_type.startswith("Conv") else 1
+    groups = integer(node, "group", 1) if node.op_type.startswith("Conv") else 1
     operands = node.input[1:2] if node.op_type.startswith("Conv") else node.input[:2]
     found = [_traced(known, name, node) for name in operands]
     # of the two factors of a matrix product, the second is usually the weight
@@ -115,13 +127,11 @@ def _product(known: _Constants, node: Any, index: int) -> Product:
 
 def _input_axis(node: Any, position: int, dims: int) -> int | None:
     """The axis of a weight that its input channels are on; None if that is unclear."""
-    if node.op_type == "Conv":
-        return 1 if dims > 2 else None
-    if node.op_type == "ConvTranspose":
-        return 0
-    if dims < 2:
+    if node.op_type.startswith("Conv"):
+        return None if dims < 3 else 1 if node.op_type == "Conv" else 0
+    if dims < 2 or (node.op_type == "Gemm" and dims > 2):
         return None
-    transposed = node.op_type == "Gemm" and bool(attribute(node, "transA" if position == 0 else "transB", 0))
+    transposed = node.op_type == "Gemm" and bool(integer(node, "transA" if position == 0 else "transB", 0))
     second = position == 1
     return dims - 2 if second != transposed else dims - 1
 
@@ -143,8 +153,10 @@ def _traced(known: _Constants, name: str, user: Any) -> Weight | str:
                 return "it is quantised with a zero point other than 0: TensorRT takes symmetric quantisation only"
             return Weight(tensor.name or name, values, 0, _dtype_name(tensor.data_type), quantized)
         node = known.producers.get(name)
+        if name in known.sparse:
+            return "its weight is stored as a sparse initializer: store it as a plain one"
         if node is None:
-            return "both factors are computed: it has no weight" if user.op_type == "MatMul" else "it is an input"
+            return _COMPUTED if user.op_type == "MatMul" else "its weight is an input"
         if node.op_type in _QUANTIZERS:
             quantized = True
             if len(node.input) > 2 and node.input[2]:
@@ -153,7 +165,7 @@ def _traced(known: _Constants, name: str, user: Any) -> Weight | str:
                     return f"the zero point of {_named(node)} is not a constant"
                 points.append(point)
         elif node.op_type == "Transpose":
-            permutations.append(attribute(node, "perm", None))
+            permutations.append(integers(node, "perm"))
         elif node.op_type != "Cast":
             return _hidden(known, node, user)
         name = node.input[0] if node.input else ""
@@ -161,39 +173,32 @@ def _traced(known: _Constants, name: str, user: Any) -> Weight | str:
 
 
 def _hidden(known: _Constants, node: Any, user: Any) -> str:
-    if not _is_constant(known, node):
-        return "both factors are computed: it has no weight" if user.op_type == "MatMul" else "its weight is computed"
+    if known.folded.isdisjoint(node.output):
+        return _COMPUTED if user.op_type == "MatMul" else "its weight is computed"
     return (
         f"its weight goes through {_named(node)}, which hides it: fold constants first, "
         f"for example with 'polygraphy surgeon sanitize --fold-constants'"
     )
 
 
-def _is_constant(known: _Constants, node: Any) -> bool:
-    """Whether a node depends on constants only."""
-    seen: set[int] = set()
-    pending = [node]
-    while pending:
-        one = pending.pop()
-        if id(one) in seen:
-            continue
-        seen.add(id(one))
-        for name in filter(None, one.input):
-            if known.tensor(name) is None:
-                if name not in known.producers:
-                    return False
-                pending.append(known.producers[name])
-    return True
-
-
 def _named(node: Any) -> str:
     return f"{node.op_type} {node.name[:80]!r}" if node.name else str(node.op_type)
 
 
-def attribute(node: Any, name: str, default: Any) -> Any:
-    """The value of a node's attribute."""
+def integer(node: Any, name: str, default: int) -> int:
+    """The value of a node's attribute that is a number."""
     found = next((one for one in node.attribute if one.name == name), None)
-    return default if found is None else packages.onnx().helper.get_attribute_value(found)
+    if found is None:
+        return default
+    if not found.HasField("i"):
+        raise FileError(f"the file is damaged: the attribute {name} of {_named(node)} is not an integer")
+    return int(found.i)
+
+
+def integers(node: Any, name: str) -> list[int] | None:
+    """The value of a node's attribute that is a list of numbers; None if it is not there."""
+    found = next((one for one in node.attribute if one.name == name), None)
+    return None if found is None else list(found.ints)
 
 
 def _dtype_name(data_type: int) -> str:

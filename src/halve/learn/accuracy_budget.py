@@ -14,8 +14,9 @@ from halve.batches import Forward, Progress, iterate, labels_of, reiterable, tra
 from halve.errors import DataError, ModelError, OptionError, listed
 from halve.learn.held_back import Split
 from halve.learn.learner import Runner
+from halve.masks.corrections import corrected
 from halve.masks.mask import MaskSet
-from halve.modules import clone, plain_weight_, weight_of
+from halve.modules import clone, plain_weight_, weight_name, weight_of
 from halve.select.select import SelectOptions
 from halve.select.speed_plan import SpeedPlan, load_plan
 
@@ -233,6 +234,8 @@ class _Runs:
             weight = weight_of(layer)
             plain_weight_(layer)
             self._masked[name] = mask.apply_to(weight)
+        own = self._model.own
+        self._corrected = {name: corrected(own(name), pair) for name, pair in masks.corrections.items()}
         self._data = reiterable(data)
         self._dense = self._outputs([])
         self._labels = self._dense.argmax(1)
@@ -244,11 +247,11 @@ class _Runs:
         self._best = self._share_correct(self._dense)
 
     def drop(self, names: Sequence[str]) -> float:
-        """Drop of the metric with these layers masked."""
-        return self._best - self._share_correct(self._outputs(names))
+        """Drop of the metric with these layers masked, and norms corrected as the masks ask for."""
+        return self._best - self._share_correct(self._outputs(names, with_norms=bool(names)))
 
     def costs(self, progress: Progress | None) -> dict[str, float]:
-        """Mean KL divergence of the outputs with each layer alone masked."""
+        """Mean KL divergence of the outputs with each layer alone masked, and no norm corrected."""
         return {
             name: compare(self._outputs([name]), self._dense).kl
             for name in tracked(list(self._masked), progress, "cost of each layer")
@@ -258,9 +261,9 @@ class _Runs:
         return correct(outputs, self._labels) / len(outputs)
 
     @torch.no_grad()
-    def _outputs(self, names: Sequence[str]) -> Tensor:
-        weights = {name: self._masked[name] for name in names}
-        outputs = [self._model.with_weights(weights, batch) for batch in iterate(self._data)]
+    def _outputs(self, names: Sequence[str], with_norms: bool = False) -> Tensor:
+        tensors = {weight_name(name): self._masked[name] for name in names} | (self._corrected if with_norms else {})
+        outputs = [self._model.with_tensors(tensors, batch) for batch in iterate(self._data)]
         if outputs[0].dim() != 2:
             raise ModelError(
                 f"max_drop= needs outputs of shape (images, classes), got {tuple(outputs[0].shape)}; "

@@ -25,7 +25,7 @@ class OneShot:
     """Masks that were made in one shot, and what they preserve."""
 
     score: str
-    masks: dict[str, Mask]
+    masks: MaskSet
     quality: Quality
 
 
@@ -45,7 +45,7 @@ class Baseline:
     layers: Layers
     choices: Sequence[Choice]
     settings: Settings
-    initial: dict[str, Mask]
+    initial: MaskSet
     best: OneShot | None = None
     not_tried: dict[str, str] = field(default_factory=dict)  # scores, and why
 
@@ -77,12 +77,12 @@ class Baseline:
             else:
                 self._judge(score, masks, validation)
 
-    def _judge(self, score: str, masks: dict[str, Mask], validation: Validation) -> None:
+    def _judge(self, score: str, masks: MaskSet, validation: Validation) -> None:
         quality = validation.quality(masks)
         if self.best is None or quality.loss < self.best.quality.loss:
             self.best = OneShot(score, masks, quality)
 
-    def _masks(self, score: str, batches: Sequence[Any], progress: Progress) -> dict[str, Mask]:
+    def _masks(self, score: str, batches: Sequence[Any], progress: Progress) -> MaskSet:
         inputs = self.inputs
         scores = SCORES[score].compute(
             ScoreInputs(
@@ -97,7 +97,7 @@ class Baseline:
             assert choice.pattern is not None
             assert choice.layout is not None
             masks[choice.name] = Mask.from_scores(choice.pattern, choice.layout, scores.by_layer.pop(choice.name))
-        return masks
+        return MaskSet(masks)
 
 
 def _name_of(settings: Settings) -> str | None:

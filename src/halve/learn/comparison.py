@@ -13,7 +13,7 @@ from halve.learn.held_back import MOST, TOO_FEW, first
 from halve.learn.schedule import USEFUL_STEPS
 from halve.learn.stream import BatchStream
 from halve.learn.validation import Quality, Validation
-from halve.masks.mask import Mask, MaskSet
+from halve.masks.mask import MaskSet
 
 _VALIDATION = 0.02  # share of the time for the dense network on the validation images; each set of masks takes the same
 _ONE_SHOT = (0.5, 0.15, 0.05)  # shares of the time for one-shot masks: where learning will come to little, well, or far
@@ -34,7 +34,7 @@ class Verdict:
     `unknown` says why nothing is. Otherwise `one_shot` are the best masks that learning had to beat.
     """
 
-    masks: dict[str, Mask]
+    masks: MaskSet
     unknown: str = ""
     images: int = 0
     source: str = ""
@@ -128,7 +128,7 @@ class Comparison:
         stream: BatchStream,
         *,
         why_none: str,
-        complete: Callable[[dict[str, Mask]], Any],
+        complete: Callable[[MaskSet], Any],
         fallback: bool,
     ) -> None:
         self._validation, self._baseline, self._stream = validation, baseline, stream
@@ -176,11 +176,11 @@ class Comparison:
         seconds = validation.seconds_to_judge or validation.seconds_to_prepare
         return seconds * min(1.0, _GLIMPSED / validation.images)
 
-    def glimpse(self, masks: Mapping[str, Mask]) -> float | None:
+    def glimpse(self, masks: MaskSet) -> float | None:
         """The agreement of masks in the middle of a run, on some of the images; nothing is decided by it."""
         return None if self._validation is None else self._validation.quality(masks, _GLIMPSED).agreement
 
-    def choose(self, learned: dict[str, Mask]) -> Verdict:
+    def choose(self, learned: MaskSet) -> Verdict:
         """Compare learned masks with the best one-shot masks."""
         if self._validation is None:
             return Verdict(learned, unknown=self._why_none)

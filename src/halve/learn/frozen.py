@@ -38,6 +38,10 @@ def device_of(model: nn.Module) -> torch.device:
 
 
 def _normalise(norm: Any, input: Tensor) -> Tensor:  # BatchNorm calls its argument `input` too
+    if norm.training:  # its statistics move
+        momentum = 0.1 if norm.momentum is None else norm.momentum
+        affine = norm.weight, norm.bias
+        return F.batch_norm(input, norm.running_mean, norm.running_var, *affine, True, momentum, norm.eps)
     result: Tensor = FrozenNorm.apply(input, norm.running_mean, norm.running_var, norm.weight, norm.bias, norm.eps)
     return result
 
@@ -45,20 +49,41 @@ def _normalise(norm: Any, input: Tensor) -> Tensor:  # BatchNorm calls its argum
 class FrozenNorm(torch.autograd.Function):
     """BatchNorm with fixed statistics and a faster backward pass.
 
-    PyTorch's backward pass took a third of a learning step. As nothing in the norm is trained, the gradient is the norm
-    itself with zero mean and zero bias, which the forward kernel computes fastest.
+    PyTorch's backward pass took a third of a learning step. As statistics are fixed, the gradient is the norm itself
+    with zero mean and zero bias, which the forward kernel computes fastest. Scale and shift get gradients if they are
+    learned.
     """
 
     @staticmethod
     def forward(
         ctx: Any, x: Tensor, mean: Tensor, var: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float
     ) -> Tensor:
-        ctx.save_for_backward(var, weight)
+        learned = any(ctx.needs_input_grad[3:5])
+        ctx.save_for_backward(var, weight, *((x, mean) if learned else ()))
         ctx.eps = eps
         return F.batch_norm(x, mean, var, weight, bias, False, 0.0, eps)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        var, weight = ctx.saved_tensors
+        var, weight, *inputs = ctx.saved_tensors
         grad = F.batch_norm(grads[0], torch.zeros_like(var), var, weight, None, False, 0.0, ctx.eps)
-        return grad, None, None, None, None, None
+        if not inputs:
+            return grad, None, None, None, None, None
+        x, mean = inputs
+        scale, shift = _sums(grads[0], x, mean, (var + ctx.eps).rsqrt())
+        return grad, None, None, scale if ctx.needs_input_grad[3] else None, shift, None
+
+
+def _sums(grad: Tensor, x: Tensor, mean: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradients of scale and shift: sums over all positions, in the precision of the statistics."""
+    if grad.is_cuda and x.dim() == 4:  # one pass over both tensors; SyncBatchNorm uses this kernel
+        last = x.is_contiguous(memory_format=torch.channels_last)
+        format_ = torch.channels_last if last else torch.contiguous_format
+        grad, x = grad.contiguous(memory_format=format_), x.contiguous(memory_format=format_)
+        found = torch.batch_norm_backward_reduce(grad, x, mean, inverse, inverse, True, True, True)
+        return found[2], found[3]
+    axes = [axis for axis in range(x.dim()) if axis != 1]
+    shape = [1, -1, *[1] * (x.dim() - 2)]
+    centred = (x.to(mean.dtype) - mean.reshape(shape)) * inverse.reshape(shape)
+    wide = grad.to(mean.dtype)
+    return (wide * centred).sum(axes), wide.sum(axes)

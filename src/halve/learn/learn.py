@@ -34,6 +34,8 @@ from halve.learn.initialization import (
 from halve.learn.interrupt import deferred_interrupt
 from halve.learn.learner import Learner
 from halve.learn.loop import Loop
+from halve.learn.moving import MovingStatistics
+from halve.learn.norms import Norms
 from halve.learn.objective import find_blocks, named_blocks, resolve_objective
 from halve.learn.probe import Estimate
 from halve.learn.reporting import Report, Reporter, check_log
@@ -43,7 +45,7 @@ from halve.learn.settings import LearnOptions, Settings, preset_options, split_o
 from halve.learn.stream import BatchStream
 from halve.learn.time_budget import TimeBudget
 from halve.learn.validation import Validation
-from halve.masks.mask import Mask, MaskSet
+from halve.masks.mask import MaskSet
 from halve.masks.recipe import origin_of, with_digests, with_fingerprint
 from halve.modules import unwrapped
 from halve.permute.policy import search_by_default, search_seconds
@@ -118,13 +120,17 @@ def learn(
         temperature: Temperature of the Gumbel-Softmax, one number or start and end. Default: 1.0.
         hard: Sample hard masks with straight-through gradients instead of soft ones. Default: True.
         final: Final masks: "argmax" (most likely codes) or "sample" (one last sample). Default: "argmax".
+        norms: "frozen", "learn" scale and shift of BatchNorm, LayerNorm and GroupNorm with the masks, or "track" the
+            statistics of BatchNorm as training does. The checkpoint does not change: the mask file holds what was
+            learned, and `apply` puts it on. Default: "frozen".
         lr: Learning rate of AdamW. Default: 0.07.
         betas: Averaging coefficients of AdamW. Default: (0.9, 0.99).
         weight_decay: Weight decay of AdamW. Default: 0.0.
         schedule: Learning rate schedule: "cosine", "constant" or "paper" (divided by 10 every third epoch).
             Default: "cosine".
         seed: Seed of all random numbers. Default: 0.
-        preset: "paper" for the paper's recipe, which needs labels; other options override it.
+        preset: "paper" for the paper's recipe, or "paper-tuned" for the same at its best; they need labels, and other
+            options override them.
         permute: Search for channel orders in which blocks keep more before learning; see `halve.prune`. By default
             wherever the model can be captured, except with a preset, flat blocks or random logits; the recipe says why
             not. Existing masks bring their own orders.
@@ -215,13 +221,13 @@ def learn(
     recipe |= {"selection": plain_options(selection), "not_masked": dict(layers.not_masked)}
     recipe |= {**orders.recipe(), **origin_of(model)}
 
-    def complete(found: Mapping[str, Mask], quality: Mapping[str, Any] | None = None) -> MaskSet:
+    def complete(found: MaskSet, quality: Mapping[str, Any] | None = None) -> MaskSet:
         facts = {"quality": quality or {"unknown": "not measured"}, "seconds": round(budget.spent, 1)}
         return with_digests(_complete(found, layers, orders, recipe | facts), model)
 
     comparison = Comparison(
         Validation(learner, split, settings) if split.source else None,
-        Baseline(inputs, layers, orders.choices(layers), settings, sampler.masks()),
+        Baseline(inputs, layers, orders.choices(layers), settings, MaskSet(sampler.masks())),
         stream,
         why_none=split.reason,
         complete=complete,
@@ -230,15 +236,15 @@ def learn(
     file = None
     if run_state is not None:
         identity, likely = _identity(settings, layers, orders, model, half, split, stream, processes)
-        file = RunFile(Path(run_state), save_every, identity, likely, orders.state())
+        file = RunFile(Path(run_state), save_every, identity, likely, orders.state(), learner.statistics)
     reporter = Reporter(processes, report, log, progress is True)
     outcome = Loop(learner, stream, settings, processes, reporter, budget, comparison, file).run(resume)
 
     # finish
     recipe |= outcome.recipe()
     if outcome.error is not None:
-        raise LearningError(outcome.error, _kept(sampler, settings, complete)) from outcome.cause
-    learned = sampler.masks(settings.final, settings.seed)
+        raise LearningError(outcome.error, _kept(learner, settings, complete)) from outcome.cause
+    learned = learner.masks(settings.final, settings.seed)
     verdict = _verdict(comparison, learned, processes, complete)
     masks = complete(verdict.masks, verdict.quality())
     if processes.is_main:
@@ -349,11 +355,14 @@ def _learner(
     processes: Processes,
     half: bool,
 ) -> Learner:
+    start = settings.start if isinstance(settings.start, MaskSet) else MaskSet({})
     return Learner(
         frozen,
         sampler,
         resolve_objective(settings.objective, settings.match),
         blocks,
+        norms=Norms(frozen, start.corrections, learned=settings.norms == "learn"),
+        statistics=MovingStatistics(frozen, start.statistics, moving=settings.norms == "track"),
         forward=forward,
         dense=settings.objective != "task",
         hard=settings.hard,
@@ -387,19 +396,19 @@ def _identity(
     return identity, {"data": likely}
 
 
-def _kept(sampler: Sampler, settings: Settings, complete: Callable[[dict[str, Mask]], MaskSet]) -> MaskSet | None:
+def _kept(learner: Learner, settings: Settings, complete: Callable[[MaskSet], MaskSet]) -> MaskSet | None:
     """What a run that failed has learned so far."""
     try:
-        return complete(sampler.masks(settings.final, settings.seed))
+        return complete(learner.masks(settings.final, settings.seed))
     except Exception:  # a device that failed gives no masks, and the error that is raised says what happened to it
         return None
 
 
 def _verdict(
     comparison: Comparison,
-    learned: dict[str, Mask],
+    learned: MaskSet,
     processes: Processes,
-    complete: Callable[[dict[str, Mask]], MaskSet],
+    complete: Callable[[MaskSet], MaskSet],
 ) -> Verdict:
     """The better of learned and one-shot masks; an error keeps those that were learned."""
     try:
@@ -412,13 +421,13 @@ def _verdict(
     return verdict
 
 
-def _complete(found: Mapping[str, Mask], layers: Layers, orders: ChannelOrders, recipe: Mapping[str, Any]) -> MaskSet:
+def _complete(found: MaskSet, layers: Layers, orders: ChannelOrders, recipe: Mapping[str, Any]) -> MaskSet:
     """The masks with fingerprints of their weights, channel orders and a recipe."""
     masks = {
         choice.name: with_fingerprint(found[choice.name], layers.weights[choice.name], choice.shared_with)
         for choice in orders.choices(layers)
     }
-    return MaskSet(masks, recipe=recipe, moves=orders.moves)
+    return MaskSet(masks, found.statistics, recipe, orders.moves, corrections=found.corrections)
 
 
 def _traded(trade: Trade, inputs: Inputs, masks: MaskSet) -> MaskSet:

@@ -11,16 +11,21 @@ from halve.batches import Forward, images_of, main_output, result_of, to_device
 from halve.detectors import HeadOutputs, first_run, head_outputs, head_outputs_in
 from halve.errors import LearningError, ModelError, listed
 from halve.learn.augment import augmented
+from halve.learn.moving import MovingStatistics
+from halve.learn.norms import Norms
 from halve.learn.objective import DISTILLATIONS, Objective, Views, watching
-from halve.learn.sampling import Sampler, generator_of
+from halve.learn.sampling import Final, Sampler, generator_of
 from halve.learn.schedule import StepValues
+from halve.masks.corrections import corrected
+from halve.masks.mask import MaskSet
+from halve.modules import weight_name
 
 
 class Learner(nn.Module):
     """Computes the loss of one sampled mask on one batch.
 
     The frozen model is not a submodule, so the logits are the only parameter: nothing is registered on the model, and
-    DDP has a single tensor to average.
+    DDP has a single tensor to average. Norms that are learned are numbers after the logits.
     """
 
     def __init__(
@@ -30,6 +35,8 @@ class Learner(nn.Module):
         objective: Objective,
         blocks: list[str],
         *,
+        norms: Norms | None = None,
+        statistics: MovingStatistics | None = None,
         forward: Forward | None = None,
         dense: bool = True,
         hard: bool = True,
@@ -40,6 +47,10 @@ class Learner(nn.Module):
     ) -> None:
         super().__init__()
         self.sampler, self.objective, self.blocks = sampler, objective, blocks
+        self._norms = Norms(model, {}, learned=False) if norms is None else norms
+        self.statistics = MovingStatistics(model, {}, moving=False) if statistics is None else statistics
+        if self._norms.size:
+            sampler.extend_(self._norms.size)
         self._runner = Runner(model, forward)
         self._dense, self._hard = dense, hard
         self._seed, self._rank, self._autocast, self._augment = seed, rank, autocast, augment
@@ -81,8 +92,9 @@ class Learner(nn.Module):
                 with torch.no_grad(), watching(self.model, self.blocks) as dense_features:
                     dense_output = self._runner(batch)
             weights = self.sampler.masked(gumbel, values.temperature, values.noise, self._hard)
-            with watching(self.model, self.blocks) as features:
-                output = self._runner.with_weights(weights, batch)
+            tensors = _by_tensor(weights) | self._norms.tensors(self.sampler.rest) | self.statistics.tensors
+            with self.statistics.moving(), watching(self.model, self.blocks) as features:
+                output = self._runner.with_tensors(tensors, batch)
         if self.blocks and not features:
             raise ModelError(
                 f"no module whose features are matched ran: {listed(self.blocks)}; "
@@ -96,14 +108,23 @@ class Learner(nn.Module):
             raise LearningError("the objective does not depend on the masked weights: no gradient reaches the logits")
         return loss.reshape(())
 
-    @torch.no_grad()
-    def output(self, batch: Any, weights: Mapping[str, Tensor] | None = None) -> Tensor:
-        """The output of the dense network, or with the given weights, by layer name; in the network's own precision."""
-        return self._runner.with_weights(weights or {}, batch)
+    def masks(self, final: Final = "argmax", seed: int = 0) -> MaskSet:
+        """The masks learned so far, with the corrections and statistics of norms that belong to them."""
+        corrections = self._norms.corrections(self.sampler.rest)
+        return MaskSet(self.sampler.masks(final, seed), self.statistics.tensors, corrections=corrections)
 
-    def weight(self, name: str) -> Tensor:
-        """The dense weight of a layer."""
-        return self._runner.own_weight(name)
+    @torch.no_grad()
+    def output(self, batch: Any, tensors: Mapping[str, Tensor] | None = None) -> Tensor:
+        """The output of the dense network, or with the given tensors; in the network's own precision."""
+        return self._runner.with_tensors(tensors or {}, batch)
+
+    def tensors(self, masks: MaskSet) -> dict[str, Tensor]:
+        """What masks put in place of the dense network's tensors, by state-dict name."""
+        own = self._runner.own
+        weights = {name: mask.apply_to(own(weight_name(name))) for name, mask in masks.items()}
+        statistics = {name: value.to(own(name)) for name, value in masks.statistics.items()}
+        corrections = masks.corrections.items()
+        return _by_tensor(weights) | statistics | {name: corrected(own(name), pair) for name, pair in corrections}
 
     def blame(self, batch: Any, step: int, values: StepValues[float]) -> str | None:
         """The first layer whose output is not finite on this batch, or None."""
@@ -118,7 +139,7 @@ class Learner(nn.Module):
 
         handles = [m.register_forward_hook(hook(name)) for name, m in self.model.named_modules() if name]
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self.statistics.restored():
                 self(batch, step, values)
         finally:
             for handle in handles:
@@ -126,29 +147,34 @@ class Learner(nn.Module):
         return names[0] if names else None
 
 
+def _by_tensor(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Weights by state-dict name, given those by layer name."""
+    return {weight_name(name): weight for name, weight in weights.items()}
+
+
 class Runner:
-    """Runs a private copy of a model, with the weights of some layers replaced."""
+    """Runs a private copy of a model, with some of its tensors replaced."""
 
     def __init__(self, inner: nn.Module, forward: Forward | None) -> None:
         self.inner, self._forward = inner, forward
         self.custom = forward is not None
-        self._own: dict[str, Tensor] = {}  # original weights of layers that were ever replaced
+        self._own: dict[str, Tensor] = {}  # originals of tensors that were ever replaced
         self._places: dict[str, list[tuple[dict[str, Any], str]]] = {}  # where they are held; tied ones in several
         self._heads: set[str] | None = None  # of a detector, empty for other models; unknown before the first run
         self._dense: tuple[Any, HeadOutputs] | None = None  # the last batch, and what a dense detector's heads return
 
     def __call__(self, batch: Any) -> Tensor:
-        """The output with the model's own weights."""
-        return self.with_weights({}, batch)
+        """The output with the model's own tensors."""
+        return self.with_tensors({}, batch)
 
-    def with_weights(self, weights: Mapping[str, Tensor], batch: Any) -> Tensor:
-        """The output with the given weights, by layer name. That of a detector is what its heads return.
+    def with_tensors(self, tensors: Mapping[str, Tensor], batch: Any) -> Tensor:
+        """The output with the given tensors, by state-dict name. That of a detector is what its heads return.
 
         They stay in place until the next call, since activation checkpointing runs the model again in the backward
         pass.
         """
-        for name in weights.keys() - self._own.keys():
-            self._own[name] = own = self.own_weight(name)
+        for name in tensors.keys() - self._own.keys():
+            self._own[name] = own = self.own(name)
             self._places[name] = [
                 (held, key)
                 for module in self.inner.modules()
@@ -156,17 +182,17 @@ class Runner:
                 for key, tensor in held.items()
                 if tensor is own
             ]
-        run = partial(self._result, weights, batch)
+        run = partial(self._result, tensors, batch)
         if self._heads is None:  # the first run tells whether the model is a detector
             result, found = first_run(self.inner, run)
             self._heads = set() if found is None else found.heads
             if found is None:
                 return main_output(result)
-            if not weights:
+            if not tensors:
                 return self._noted(batch, found).relative_to(found)
         if not self._heads:
             return main_output(run())
-        if not weights:
+        if not tensors:
             found = self._noted(batch, head_outputs(self.inner, run, self._heads))
             return found.relative_to(found)
         if self._dense is None or self._dense[0] is not batch:
@@ -179,14 +205,15 @@ class Runner:
         self._dense = batch, found
         return found
 
-    def _result(self, weights: Mapping[str, Tensor], batch: Any) -> Any:
+    def _result(self, tensors: Mapping[str, Tensor], batch: Any) -> Any:
         for name, own in self._own.items():
             for held, key in self._places[name]:
-                held[key] = weights.get(name, own)
+                held[key] = tensors.get(name, own)
         return result_of(self.inner, batch, self._forward)
 
-    def own_weight(self, name: str) -> Tensor:
-        """The original weight of a layer."""
-        own = self._own.get(name, self.inner.get_submodule(name).weight)
+    def own(self, name: str) -> Tensor:
+        """The original of a tensor, by its state-dict name."""
+        path, _, attribute = name.rpartition(".")
+        own = self._own.get(name, getattr(self.inner.get_submodule(path), attribute))
         assert isinstance(own, Tensor)
         return own

@@ -281,7 +281,7 @@ class Loop:
         if self.fraction < self.next_glimpse or self.glimpse_seconds + cost > _GLIMPSES * elapsed:
             return None
         started = time.perf_counter()
-        agreement = self.comparison.glimpse(self.learner.sampler.masks(self.settings.final, self.settings.seed))
+        agreement = self.comparison.glimpse(self.learner.masks(self.settings.final, self.settings.seed))
         self.glimpse_seconds += time.perf_counter() - started
         self.next_glimpse = self.fraction + _GLIMPSE_EVERY
         return agreement

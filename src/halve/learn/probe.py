@@ -62,8 +62,9 @@ def _seconds(learner: Learner, batch: Any, values: StepValues[float]) -> float |
         torch.cuda.reset_peak_memory_stats(logits.device)
     started = time.perf_counter()
     try:
-        loss: Tensor = learner(batch, -1, values)
-        loss.backward()
+        with learner.statistics.restored():
+            loss: Tensor = learner(batch, -1, values)
+            loss.backward()
         if logits.is_cuda:
             torch.cuda.synchronize(logits.device)
         return time.perf_counter() - started

@@ -1,7 +1,7 @@
 """The state of a learning run in a file: a run that is killed resumes from the last one that was saved."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from halve.errors import FileError, LearningWarning, MaskError, listed, warn
+from halve.learn.moving import MovingStatistics
 from halve.masks import storage
 from halve.masks.moves import check_moves
 from halve.permute.permute import Permutation
@@ -19,6 +20,7 @@ SUFFIX = ".learning.safetensors"
 _HEADER = ("identity", "data", "step", "batches", "seconds", "fraction", "permutation")
 _LARGEST = 10**12  # steps, batches or seconds: beyond any run
 _TENSORS = ("logits", "exp_avg", "exp_avg_sq")
+_STATISTICS = "statistics:"
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,8 @@ class RunState:
     `identity` tells runs apart: settings, layers, model, precision, number of processes, and what is certain of the
     data. `data` is what only may tell data apart, such as a digest of images that may be transformed at random.
     `fraction` is the share of the budget that was spent. `permutation` holds the channel orders, since a search with a
-    time limit may not find them again, or the reason why there are none; it is None if no search was made.
+    time limit may not find them again, or the reason why there are none; it is None if no search was made. `statistics`
+    are those of BatchNorm that moved while learning, by state-dict name.
     """
 
     identity: dict[str, Any]
@@ -41,14 +44,23 @@ class RunState:
     exp_avg: Tensor
     exp_avg_sq: Tensor
     permutation: dict[str, Any] | None = None
+    statistics: Mapping[str, Tensor] = field(default_factory=dict)
 
     def save(self, path: str | Path) -> Path:
         """Write the file atomically."""
         header = {name: getattr(self, name) for name in _HEADER}
-        return storage.write(path, FORMAT, header, {name: getattr(self, name) for name in _TENSORS})
+        tensors = {name: getattr(self, name) for name in _TENSORS}
+        moved = {f"{_STATISTICS}{name}": tensor for name, tensor in self.statistics.items()}
+        return storage.write(path, FORMAT, header, tensors | moved)
 
     @classmethod
-    def load(cls, path: str | Path, identity: Mapping[str, Any], logits: Tensor) -> "RunState":
+    def load(
+        cls,
+        path: str | Path,
+        identity: Mapping[str, Any],
+        logits: Tensor,
+        statistics: Mapping[str, Tensor] | None = None,
+    ) -> "RunState":
         """Read the file; raises `FileError` if it is damaged or belongs to another run."""
         _, header, tensors = storage.read(path, [FORMAT])
         theirs = header.get("identity")
@@ -67,12 +79,17 @@ class RunState:
         data = header["data"]
         if not isinstance(data, dict):
             raise FileError(f"{path} is damaged: what it says of the data must be a JSON object")
+        moved = {key: tensors.pop(key) for key in list(tensors) if key.startswith(_STATISTICS)}
+        moved = {key.removeprefix(_STATISTICS): tensor for key, tensor in moved.items()}
         _check_tensors(path, tensors, logits)
+        _check_statistics(path, moved, statistics or {})
         permutation = header["permutation"]
         if not isinstance(permutation, dict | None):
             raise FileError(f"{path} is damaged: its permutation must be a JSON object or null")
         logits, exp_avg, exp_avg_sq = (tensors[name] for name in _TENSORS)
-        return cls(dict(identity), data, step, batches, seconds, fraction, logits, exp_avg, exp_avg_sq, permutation)
+        return cls(
+            dict(identity), data, step, batches, seconds, fraction, logits, exp_avg, exp_avg_sq, permutation, moved
+        )
 
 
 @dataclass(frozen=True)
@@ -84,6 +101,7 @@ class RunFile:
     identity: dict[str, Any]
     data: dict[str, Any]
     permutation: dict[str, Any] | None
+    statistics: MovingStatistics
 
     def save(
         self,
@@ -95,12 +113,13 @@ class RunFile:
         fraction: float,
     ) -> None:
         """Save the state of the run."""
-        progress, averages = (step, batches, seconds, fraction), optimizer_state(optimizer, logits)
-        RunState(self.identity, self.data, *progress, logits.detach(), *averages, self.permutation).save(self.path)
+        progress, learned = (step, batches, seconds, fraction), (logits.detach(), *optimizer_state(optimizer, logits))
+        moved = self.statistics.tensors
+        RunState(self.identity, self.data, *progress, *learned, self.permutation, moved).save(self.path)
 
     def restore_(self, optimizer: torch.optim.Optimizer, logits: Tensor) -> RunState:
         """Load the state, and put its logits and averages in place. Warns if the data seems to be other data."""
-        state = RunState.load(self.path, self.identity, logits)
+        state = RunState.load(self.path, self.identity, logits, self.statistics.tensors)
         if different := _differences(state.data, self.data):
             warn(
                 f"{self.path} seems to be learned from other data: {different} differ. If the data is not shuffled or "
@@ -108,6 +127,7 @@ class RunFile:
                 LearningWarning,
             )
         restore_(optimizer, logits, state)
+        self.statistics.restore_(state.statistics)
         return state
 
 
@@ -192,6 +212,13 @@ def _check_tensors(path: str | Path, tensors: Mapping[str, Tensor], logits: Tens
     bad = [name for name, tensor in tensors.items() if bool(tensor.isnan().any())]
     if bad or bool(tensors["logits"].isinf().any()) or bool((tensors["exp_avg_sq"] < 0).any()):
         raise FileError(f"{path} is damaged: its logits and averages must be finite, and its squares not negative")
+
+
+def _check_statistics(path: str | Path, moved: Mapping[str, Tensor], here: Mapping[str, Tensor]) -> None:
+    """Raise `FileError` unless these are statistics that a run can go on from."""
+    theirs, ours = ({name: (t.shape, t.dtype) for name, t in each.items()} for each in (moved, here))
+    if theirs != ours or not all(bool(tensor.isfinite().all()) for tensor in moved.values()):
+        raise FileError(f"{path} is damaged: it must hold finite statistics of {len(ours)} BatchNorm buffers")
 
 
 def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> str:

@@ -36,6 +36,8 @@ class Family:
 class Sampler(nn.Module):
     """Owns the logits of all layers, one flat parameter, and samples masked weights from them.
 
+    The parameter may hold more numbers after the logits, which others read: `rest`.
+
     >>> choice = Choice("fc", "Linear", (2, 4), Pattern("2:4"), Layout("linear", (2, 4), 4), "")
     >>> sampler = Sampler([choice], {"fc": torch.ones(2, 4)}, {"fc": torch.zeros(2, 4)}, 1.0)
     >>> weight = sampler.sample(temperature=1.0, seed=0, step=0)["fc"]
@@ -64,6 +66,15 @@ class Sampler(nn.Module):
                     self.register_buffer(f"inverse{index}_{number}", back, persistent=False)
             parts.append((alpha * relative(score) @ self._table(index).T).flatten())
         self.logits = nn.Parameter(torch.cat(parts))
+
+    def extend_(self, size: int) -> None:
+        """Learn more numbers beside the logits, which start at zero."""
+        self.logits = nn.Parameter(torch.cat([self.logits.detach(), self.logits.new_zeros(size)]))
+
+    @property
+    def rest(self) -> Tensor:
+        """What is learned beside the logits."""
+        return self.logits[self._size() :]
 
     def sample(
         self, *, temperature: float, seed: int, step: int, rank: int = 0, hard: bool = True, noise: float = 1.0
@@ -129,8 +140,12 @@ class Sampler(nn.Module):
     def split(self, flat: Tensor) -> list[Tensor]:
         """Split a flat tensor such as the logits into one (blocks, codes) view per family."""
         sizes = [(sum(family.sizes), family.pattern.count) for family in self.families]
-        parts = torch.split(flat, [blocks * count for blocks, count in sizes])
+        parts = torch.split(flat[: self._size()], [blocks * count for blocks, count in sizes])
         return [part.reshape(size) for part, size in zip(parts, sizes, strict=True)]
+
+    def _size(self) -> int:
+        """Number of logits."""
+        return sum(sum(family.sizes) * family.pattern.count for family in self.families)
 
     def _layers(self, index: int, blocks: Tensor) -> dict[str, Tensor]:
         family = self.families[index]

@@ -28,7 +28,7 @@ class StepGraph:
         self._gumbel = learner.draw(0)
         temperature, noise, guidance = (torch.ones((), device=device) for _ in range(3))
         self._values = StepValues(temperature, noise, guidance, lr=0.0)  # the optimizer is not recorded
-        with autotuned_cudnn():
+        with autotuned_cudnn(), learner.statistics.restored():
             self._graph, recorded = record(self._step, device, warmups=_WARM_UP)
         self._loss: Tensor = recorded[0]
         self._gradient: Tensor = recorded[1]

@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from halve.learn.batch_parts import images_in, pieces_of
 from halve.learn.held_back import LEAST, Split, first
 from halve.learn.learner import Learner
 from halve.learn.settings import Settings
-from halve.masks.mask import Mask
+from halve.masks.mask import MaskSet
 
 _PIECE = 64  # images that are run at once
 _COMPARED = 6  # sets of masks that are judged on the same images, at most: one-shot, learned, with layers left dense
@@ -91,17 +91,17 @@ class Validation:
         if not self.images:
             raise DataError("validation= has no images: pass batches of images, or validation=False")
 
-    def quality(self, masks: Mapping[str, Mask], most: int | None = None) -> Quality:
-        """Judge masks, given by layer name, on about `most` images (default: all)."""
+    def quality(self, masks: MaskSet, most: int | None = None) -> Quality:
+        """Judge masks on about `most` images (default: all)."""
         started = time.perf_counter()
-        weights = {name: mask.apply_to(self._learner.weight(name)) for name, mask in masks.items()}
+        tensors = self._learner.tensors(masks)
         agreement, squares, scale = Agreement(), 0.0, 0.0
         judged = 0
         for piece, dense in self._pieces:
             if most is not None and judged >= most:
                 break
             judged += images_in(piece)
-            output = self._learner.output(piece, weights)
+            output = self._learner.output(piece, tensors)
             if output.shape != dense.shape:
                 raise ModelError(
                     f"the masked network returns outputs of shape {tuple(output.shape)}, the dense one "

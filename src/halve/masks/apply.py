@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from halve.errors import ChangedWeightsWarning, ChannelOrderWarning, MaskError, OptionError, listed, warn
+from halve.masks.corrections import correct_
 from halve.masks.digests import matching_dtype, named_tensors
 from halve.masks.fingerprint import digest
 from halve.masks.layout import unpermuted
@@ -23,8 +24,9 @@ def apply(model: nn.Module, masks: MaskSet, *, permute: bool = True, on_changed:
     The copy is a plain module of the same class with the same state-dict names and shapes, and computes what the masked
     network computes. Masks that were found in better channel orders (as `learn` does by default) are applied in these
     orders: the channels of the copy are moved, since hardware and exporters only see N:M in contiguous blocks.
-    `restore_order` moves them back. Recalibrated BatchNorm statistics in `masks` are copied into it. A masked layer
-    under weight_norm or spectral_norm gets a plain weight, since renormalising would change the kept weights.
+    `restore_order` moves them back. Recalibrated BatchNorm statistics in `masks` are copied into it, and corrections of
+    norms are put on. A masked layer under weight_norm or spectral_norm gets a plain weight, since renormalising would
+    change the kept weights.
 
     Args:
         model: The dense model. It is not changed. A model that the masks were already applied to is recognised.
@@ -64,9 +66,11 @@ def applied_in_checkpoint_order(model: nn.Module, masks: MaskSet, on_changed: On
         if on_changed == "error":
             raise MaskError(f"{message}; on_changed='warn' applies the masks anyway")
         warn(message, ChangedWeightsWarning)
+    applied = all(_is_applied(weights[name], mask) for name, mask in masks.items())
     for name, mask in masks.items():
         set_weight_(copy.get_submodule(name), mask.apply_to(weights[name]))
     _copy_statistics_(copy, masks.statistics)
+    correct_(copy, masks.corrections, applied=applied)
     return copy
 
 

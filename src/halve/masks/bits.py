@@ -1,4 +1,4 @@
-"""Bit streams of small integers: how files store codes and the indices of kept weights (docs/file-format.md)."""
+"""Bit streams of small integers: codes and indices of kept weights in files (docs/reference/file-formats.md)."""
 
 from collections.abc import Iterator
 

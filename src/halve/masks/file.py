@@ -1,10 +1,11 @@
 """Mask files: a MaskSet in `NAME.masks.safetensors`, beside the unchanged checkpoint.
 
-A 2:4 mask takes about three quarters of a bit per weight. docs/file-format.md specifies the bytes. In short: the header
-holds each layer's pattern, layout and digests; the tensor `codes:LAYER` holds its codes at `Pattern.bits` bits each,
-`sketch:LAYER` the sketches of its fingerprint, and `channel_order:LAYER` its channel order, if any. `statistics:BUFFER`
-are recalibrated BatchNorm buffers, and `order:K` are the orders that the header's `moves` refer to. `digests` holds the
-digests of all tensors of the model, which the header's `digests` names.
+A 2:4 mask takes about three quarters of a bit per weight. docs/reference/file-formats.md specifies the bytes. In short:
+the header holds each layer's pattern, layout and digests; the tensor `codes:LAYER` holds its codes at `Pattern.bits`
+bits each, `sketch:LAYER` the sketches of its fingerprint, and `channel_order:LAYER` its channel order, if any.
+`statistics:BUFFER` are recalibrated BatchNorm buffers, `correction:TENSOR` are norms before and after their correction,
+and `order:K` are the orders that the header's `moves` refer to. `digests` holds the digests of all tensors of the
+model, which the header's `digests` names.
 """
 
 import json
@@ -108,6 +109,7 @@ def header_of(masks: MaskSet) -> dict[str, Any]:
 def tensors_of(masks: MaskSet) -> dict[str, Tensor]:
     """The tensors of a MaskSet other than its codes."""
     tensors = {f"statistics:{name}": value for name, value in masks.statistics.items()}
+    tensors |= {f"correction:{name}": value for name, value in masks.corrections.items()}
     for name, mask in masks.items():
         if mask.fingerprint is not None:
             both = (mask.fingerprint.sketch, mask.fingerprint.masked_sketch)
@@ -153,15 +155,19 @@ def masks_from(path: Path, header: Mapping[str, Any], tensors: dict[str, Tensor]
             masks[name] = _rebuild(name, entry, tensors, codes_of)
         except (HalveError, KeyError, TypeError, ValueError, OverflowError) as error:
             raise FileError(f"{path} is damaged: layer {name!r}: {error}") from error
-    prefix = "statistics:"
-    names = [key for key in tensors if key.startswith(prefix)]
-    statistics = {key.removeprefix(prefix): tensors.pop(key) for key in names}
+    statistics, corrections = _popped(tensors, "statistics:"), _popped(tensors, "correction:")
     try:
         moves = _moves(header.get("moves", {}), tensors)
         digests = _digests(header["digests"], masks, tensors) if "digests" in header else None
-        return MaskSet(masks, statistics, recipe, moves, digests)
+        return MaskSet(masks, statistics, recipe, moves, digests, corrections)
     except (HalveError, KeyError, TypeError, ValueError, AttributeError) as error:
-        raise FileError(f"{path} is damaged: its moves or digests: {error}") from error
+        raise FileError(f"{path} is damaged: its moves, digests or corrections: {error}") from error
+
+
+def _popped(tensors: dict[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    """Remove the tensors of one kind, and return them by name."""
+    names = [key for key in tensors if key.startswith(prefix)]
+    return {key.removeprefix(prefix): tensors.pop(key) for key in names}
 
 
 def _digests(entry: Any, masks: Mapping[str, Mask], tensors: dict[str, Tensor]) -> Digests:

@@ -11,6 +11,8 @@ from torch import Tensor
 
 from halve.errors import MaskError, listed
 from halve.markup import table
+from halve.masks import corrections as corrections_
+from halve.masks.corrections import Corrections
 from halve.masks.digests import Digests
 from halve.masks.fingerprint import Fingerprint
 from halve.masks.layout import Layout
@@ -149,6 +151,8 @@ class MaskSet(Mapping[str, Mask]):
         recipe: How the masks were made, as plain JSON values.
         moves: How `apply` moves channels, by state-dict name. Empty unless permuted.
         digests: Digests of all tensors of the model that the masks were made for, if known.
+        corrections: Learned scales and shifts of norms by state-dict name, which `apply` puts on: what they were before
+            and what they become, stacked.
 
     >>> import halve
     >>> masks = halve.prune(torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2)))
@@ -165,6 +169,7 @@ class MaskSet(Mapping[str, Mask]):
         recipe: Mapping[str, Any] | None = None,
         moves: Moves | None = None,
         digests: Digests | None = None,
+        corrections: Corrections | None = None,
     ) -> None:
         self._masks = dict(masks)
         self._moves = checked(moves or {})
@@ -173,6 +178,7 @@ class MaskSet(Mapping[str, Mask]):
             digests.check({name: mask.fingerprint for name, mask in self._masks.items()})
         self._statistics = {name: value.detach().cpu().clone() for name, value in (statistics or {}).items()}
         self._recipe = dict(recipe or {})
+        self._corrections = corrections_.checked(corrections or {})
 
     def __getitem__(self, name: str) -> Mask:
         return self._masks[name]
@@ -186,13 +192,12 @@ class MaskSet(Mapping[str, Mask]):
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, MaskSet):
             return NotImplemented
-        mine, theirs = self._statistics, other._statistics
         return (
             self._masks == other._masks
             and self._moves == other._moves
             and self._digests == other._digests
-            and mine.keys() == theirs.keys()
-            and all(torch.equal(mine[name], theirs[name]) for name in mine)
+            and _equal(self._statistics, other._statistics)
+            and _equal(self._corrections, other._corrections)
         )
 
     __hash__ = None  # type: ignore[assignment]
@@ -218,6 +223,11 @@ class MaskSet(Mapping[str, Mask]):
     def statistics(self) -> dict[str, Tensor]:
         """Copies of the recalibrated BatchNorm buffers, by state-dict name."""
         return {name: value.clone() for name, value in self._statistics.items()}
+
+    @property
+    def corrections(self) -> dict[str, Tensor]:
+        """Copies of the corrections of norms, by state-dict name: before and after, stacked."""
+        return {name: value.clone() for name, value in self._corrections.items()}
 
     @property
     def moves(self) -> dict[str, dict[int, tuple[int, ...]]]:
@@ -253,21 +263,28 @@ class MaskSet(Mapping[str, Mask]):
 
     def with_statistics(self, statistics: Mapping[str, Tensor]) -> "MaskSet":
         """The same masks with recalibrated BatchNorm buffers."""
-        return MaskSet(self._masks, statistics, self._recipe, self._moves, self._digests)
+        return self._with(statistics=statistics)
+
+    def with_corrections(self, corrections: Corrections) -> "MaskSet":
+        """The same masks with corrections of norms."""
+        return self._with(corrections=corrections)
 
     def with_digests(self, digests: Digests) -> "MaskSet":
         """The same masks with digests of the model that they were made for."""
-        return MaskSet(self._masks, self._statistics, self._recipe, self._moves, digests)
+        return self._with(digests=digests)
 
     def without(self, names: Collection[str]) -> "MaskSet":
         """The same masks except those of `names`, which stay dense."""
         rest = {name: mask for name, mask in self.items() if name not in names}
-        digests = self._digests and self._digests.only(rest)
-        return MaskSet(rest, self._statistics, self._recipe, self._moves, digests)
+        return self._with(masks=rest, digests=self._digests and self._digests.only(rest))
 
     def with_recipe(self, **entries: Any) -> "MaskSet":
         """The same masks with recipe entries added or replaced."""
-        return MaskSet(self._masks, self._statistics, {**self._recipe, **entries}, self._moves, self._digests)
+        return self._with(recipe={**self._recipe, **entries})
+
+    def _with(self, **changes: Any) -> "MaskSet":
+        names = ("masks", "statistics", "recipe", "moves", "digests", "corrections")
+        return MaskSet(**{name: getattr(self, f"_{name}") for name in names} | changes)
 
     def save(self, path: str | Path, *, force: bool = False) -> Path:
         """Write the masks to a file, customarily `NAME.masks.safetensors`, atomically. `halve.load` reads it.
@@ -279,3 +296,7 @@ class MaskSet(Mapping[str, Mask]):
         from halve.masks.file import save
 
         return save(self, path, force=force)
+
+
+def _equal(mine: Mapping[str, Tensor], theirs: Mapping[str, Tensor]) -> bool:
+    return mine.keys() == theirs.keys() and all(torch.equal(mine[name], theirs[name]) for name in mine)

@@ -101,7 +101,7 @@ class Pattern:
         return table[:, real:].any(1) if self.kept <= real else ~table[:, :real].all(1)
 
     def decode(self, codes: Tensor) -> Tensor:
-        """Turn codes of any shape into a bool tensor of shape (*codes.shape, M), True for kept."""
+        """Turn codes of any shape into a bool tensor of shape `(*codes.shape, M)`, True for kept."""
         return _table(self).to(codes.device)[codes.long()]
 
     def encode(self, kept: Tensor) -> Tensor:

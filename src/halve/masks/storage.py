@@ -1,6 +1,6 @@
 """The envelope of halve's files: safetensors, written atomically and read with suspicion.
 
-Mask files, packed checkpoints and run states share this envelope, specified byte by byte in docs/file-format.md: an
+Mask files, packed checkpoints and run states share this envelope (docs/reference/file-formats.md, byte by byte): an
 ordinary safetensors file whose metadata holds `format`, `version`, `header` (JSON) and `sha256` over everything else.
 Reading never runs code, takes at most 64 times the file's size plus 100 MB of memory, and raises `FileError` for
 anything that is not exactly as written.

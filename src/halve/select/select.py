@@ -13,6 +13,7 @@ from torch.nn.parameter import is_lazy
 from halve.batches import Forward
 from halve.errors import ModelError, OptionError, listed
 from halve.machine import device_names
+from halve.markup import table
 from halve.masks.layout import ORDERS, Layout, Order
 from halve.masks.pattern import Pattern
 from halve.modules import (
@@ -100,9 +101,17 @@ class Selection(Sequence[Choice]):
         """Why the other layers are not masked, by name."""
         return {choice.name: choice.reason for choice in self if not choice.masked}
 
+    def __repr__(self) -> str:
+        return f"Selection({len(self.masked)} of {len(self)} layers masked)"
+
     def __str__(self) -> str:
-        rows = [(c.name, c.type, "x".join(map(str, c.shape)), str(c.pattern or "dense"), c.reason) for c in self]
-        return "\n".join(aligned(rows, "  "))
+        return "\n".join(aligned(self._rows(), "  "))
+
+    def _repr_html_(self) -> str:
+        return table(repr(self), ("layer", "type", ">shape", "pattern", "reason"), self._rows())
+
+    def _rows(self) -> list[tuple[str, ...]]:
+        return [(c.name, c.type, "x".join(map(str, c.shape)), str(c.pattern or "dense"), c.reason) for c in self]
 
 
 @preserved_process_state()

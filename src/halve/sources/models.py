@@ -51,7 +51,7 @@ def load_model(spec: str, weights: str | Path | None = None) -> Source:
         if spec.endswith(".onnx"):
             raise SourceError(
                 f"{spec} is an ONNX file, and masks are made for PyTorch models: use the code that it was exported "
-                f"from, or a file.py:callable that converts it (docs/export.md); 'halve check-onnx' judges the file"
+                f"from, or a file.py:callable that converts it (docs/how/export.md); 'halve check-onnx' judges the file"
             )
         if not path.endswith(".py"):
             raise SourceError(f"unknown model {spec!r}; use {FORMS}")

@@ -61,6 +61,15 @@ class Piece:
     is_2_4: bool = False  # at most two nonzero weights in each block of four input channels
 
 
+class Link(NamedTuple):
+    """A layer of a chain. Values are numbered: the inputs of the chain, then the result of each layer."""
+
+    operation: Operation
+    kernel: Kernel
+    packed: Tensors
+    inputs: tuple[int, ...]
+
+
 class KernelFamily(ABC):
     """A set of kernels that share their source and the packed form of the weights.
 
@@ -72,6 +81,7 @@ class KernelFamily(ABC):
     sparse: ClassVar[bool] = False  # skips the pruned weights of 2:4 layers
     library: ClassVar[bool] = False  # PyTorch or a vendor library, not a kernel of ours
     device_type: ClassVar[str | None] = None  # the only type of device that it runs on, such as "cuda"
+    chain: ClassVar[str | None] = None  # families with the same one can run neighbouring layers in one call
     reads: ClassVar[Layout] = Layout.ANY
     writes: ClassVar[Layout] = Layout.ANY
 
@@ -115,6 +125,20 @@ class KernelFamily(ABC):
     @abstractmethod
     def run(self, inputs: Sequence[Tensor], packed: Tensors, operation: Operation, variant: str) -> Tensor:
         """Compute the result for inputs in the layout `reads`. Unsupported devices run a reference implementation."""
+
+    def can_join(self, operation: Operation, shape: Sequence[int]) -> bool:
+        """Whether the layer can be part of a chain for an input of this shape."""
+        return False
+
+    def run_chain(self, inputs: Sequence[Tensor], links: Sequence[Link], outputs: Sequence[int]) -> list[Tensor] | None:
+        """Compute several layers of families with the same `chain` in one call; None if these inputs need single calls.
+
+        Args:
+            inputs: of the chain, in any layout.
+            links: its layers.
+            outputs: which values are results.
+        """
+        return None
 
     def fake(self, inputs: Sequence[Tensor], packed: Tensors, operation: Operation) -> Tensor:
         """An empty tensor with the shape and strides of the result."""

@@ -2,8 +2,7 @@
 
 import torch
 
-from halve.engine.kernels.cpu_sp.family import CpuDense, CpuSparse
-from halve.engine.kernels.cpu_sp.pool import CpuPool
+from halve.engine.kernels.cpu_sp.family import CpuDense, CpuPool, CpuSparse
 from halve.engine.kernels.dense.family import Dense
 from halve.engine.kernels.depthwise.family import Depthwise
 from halve.engine.kernels.kernel import Kernel, KernelFamily, Piece

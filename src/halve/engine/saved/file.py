@@ -1,8 +1,8 @@
 """Files with compiled networks: the graph, its tensors, guards and plan, in the envelope of all of halve's files.
 
 Reading never runs code: tensors are bytes, and everything else is JSON in which only names from a list lead to an
-operator. docs/file-format.md specifies the format. Nothing is timed again after loading: on another GPU, the network
-uses the plan it was saved with.
+operator. docs/reference/file-formats.md specifies the format. Nothing is timed again after loading: on another GPU, the
+network uses the plan it was saved with.
 """
 
 import math

@@ -30,10 +30,10 @@ def weights_of(operation, family="cpu_sp", dtype=torch.float32, bias=True):
     return {**tensors, "scale": random(operation.rows, seed=8)} if operation.scaled else tensors
 
 
-def run(operation, tensors, inputs, family="cpu_sp"):
+def run(operation, tensors, inputs, family="cpu_sp", variant="avx512"):
     kernels = FAMILIES[family]
     given = [kernels.reads.of(x, operation.channel_dim) for x in inputs]
-    return kernels.run(given, kernels.pack(operation, tensors), operation, "avx512")
+    return kernels.run(given, kernels.pack(operation, tensors), operation, variant)
 
 
 def relative_error(y, operation, tensors, inputs):
@@ -47,13 +47,13 @@ def relative_error(y, operation, tensors, inputs):
     return float((error / bound.clamp(min=1e-30)).max()) if y.numel() else 0.0
 
 
-def check(operation, shape, family="cpu_sp", dtype=torch.float32, residual=False, bias=True):
+def check(operation, shape, family="cpu_sp", dtype=torch.float32, residual=False, bias=True, variant="avx512"):
     """Compare a layer with the reference in float64."""
     tensors = weights_of(operation, family, dtype, bias)
     inputs = [random(*shape, seed=3).to(dtype)]
     if residual:
         inputs.append(random(*operation.out_shape(shape), seed=4).to(dtype))
-    y = run(operation, tensors, inputs, family)
+    y = run(operation, tensors, inputs, family, variant)
     assert y.dtype == dtype
     assert relative_error(y, operation, tensors, inputs) <= TOLERANCE[dtype]
 

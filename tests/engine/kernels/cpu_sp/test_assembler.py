@@ -4,9 +4,9 @@ import subprocess
 import pytest
 
 from halve.engine.kernels.cpu_sp.assembler import (
+    AVX2_MULTIPLY_ADD,
     BFLOAT16_MULTIPLY_ADD,
     FLOAT32_MULTIPLY_ADD,
-    MULTIPLICAND_BYTE,
     R8,
     R9,
     R10,
@@ -35,6 +35,11 @@ INSTRUCTIONS = [
     (lambda a: a.load(RAX, Memory(R13)), "49 8b 45 00", "mov rax,QWORD PTR [r13+0x0]"),
     (lambda a: a.load(RAX, Memory(RSP, 8)), "48 8b 44 24 08", "mov rax,QWORD PTR [rsp+0x8]"),
     (lambda a: a.load(RAX, Memory(R12)), "49 8b 04 24", "mov rax,QWORD PTR [r12]"),
+    (lambda a: a.store(Memory(RSP, 8), RAX), "48 89 44 24 08", "mov QWORD PTR [rsp+0x8],rax"),
+    (lambda a: a.subtract(R9, RDI), "4c 2b cf", "sub r9,rdi"),
+    (lambda a: a.increment_memory(Memory(RSP)), "48 ff 04 24", "inc QWORD PTR [rsp]"),
+    (lambda a: a.pause(), "f3 90", "pause"),
+    (lambda a: a.system_call(), "0f 05", "syscall"),
     (lambda a: a.load_int32(RSI, Memory(RAX, 4096)), "48 63 b0 00 10 00 00", "movsxd rsi,DWORD PTR [rax+0x1000]"),
     (lambda a: a.load_address(R11, Memory(R10, 0, R10, 2)), "4f 8d 1c 52", "lea r11,[r10+r10*2]"),
     (lambda a: a.mov_immediate(RAX, -2), "48 c7 c0 fe ff ff ff", "mov rax,0xfffffffffffffffe"),
@@ -107,6 +112,19 @@ INSTRUCTIONS = [
         "prefetcht0 BYTE PTR [rdi+r10*2+0x40]",
     ),
     (lambda a: a.prefetch_far(Memory(RAX, 64)), "40 0f 18 50 40", "rex prefetcht1 BYTE PTR [rax+0x40]"),
+    (lambda a: a.load_word(RDI, Memory(R9, 18)), "49 0f b7 79 12", "movzx rdi,WORD PTR [r9+0x12]"),
+    (lambda a: a.test(RDI), "48 85 ff", "test rdi,rdi"),
+    (lambda a: a.load_vector_avx2(5, Memory(RDI)), "c4 e1 7c 10 2f", "vmovups ymm5,YMMWORD PTR [rdi]"),
+    (
+        lambda a: a.load_masked_avx2(2, 5, Memory(RDI, 0, R10, 2)),
+        "c4 a2 55 2c 14 57",
+        "vmaskmovps ymm2,ymm5,YMMWORD PTR [rdi+r10*2]",
+    ),
+    (lambda a: a.store_vector_avx2(Memory(RDI), 15), "c4 61 7c 11 3f", "vmovups YMMWORD PTR [rdi],ymm15"),
+    (lambda a: a.broadcast_avx2(15, Memory(RBP, 4)), "c4 62 7d 18 7d 04", "vbroadcastss ymm15,DWORD PTR [rbp+0x4]"),
+    (lambda a: a.add_vectors_avx2(9, 9, 4), "c4 61 34 58 cc", "vaddps ymm9,ymm9,ymm4"),
+    (lambda a: a.maximum_avx2(9, 0, 9), "c4 41 7c 5f c9", "vmaxps ymm9,ymm0,ymm9"),
+    (lambda a: a.clear_avx2(0), "c4 e1 7c 57 c0", "vxorps ymm0,ymm0,ymm0"),
     (lambda a: a.leave_vectors(), "c5 f8 77", "vzeroupper"),
 ]
 
@@ -133,13 +151,21 @@ def test_a_disassembler_agrees(tmp_path):
         write(a)
         assert disassembled(a.code, tmp_path) == [words]
     floats = FLOAT32_MULTIPLY_ADD.encode([31, 4], RSI)
-    floats[:, MULTIPLICAND_BYTE] = FLOAT32_MULTIPLY_ADD.multiplicands(range(16))[[2, 15]]
+    floats[:, FLOAT32_MULTIPLY_ADD.multiplicand_byte] = FLOAT32_MULTIPLY_ADD.multiplicands(range(16))[[2, 15]]
     assert disassembled(floats.tobytes(), tmp_path) == [
         "vfmadd231ps zmm31,zmm2,DWORD BCST [rsi-0x200]",
         "vfmadd231ps zmm4,zmm15,DWORD BCST [rsi-0x1fc]",
     ]
+    eights = AVX2_MULTIPLY_ADD.encode([15, 6], RSI)
+    eights[:, AVX2_MULTIPLY_ADD.multiplicand_byte] = AVX2_MULTIPLY_ADD.multiplicands([3, 1])
+    assert disassembled(eights.tobytes(), tmp_path) == [
+        "vbroadcastss ymm4,DWORD PTR [rsi-0x80]",
+        "vfmadd231ps ymm15,ymm3,ymm4",
+        "vbroadcastss ymm4,DWORD PTR [rsi-0x7c]",
+        "vfmadd231ps ymm6,ymm1,ymm4",
+    ]
     pairs = BFLOAT16_MULTIPLY_ADD.encode([20], RSI)
-    pairs[:, MULTIPLICAND_BYTE] = BFLOAT16_MULTIPLY_ADD.multiplicands([6])
+    pairs[:, BFLOAT16_MULTIPLY_ADD.multiplicand_byte] = BFLOAT16_MULTIPLY_ADD.multiplicands([6])
     assert disassembled(pairs.tobytes(), tmp_path) == ["vdpbf16ps zmm20,zmm6,DWORD BCST [rsi-0x200]"]
 
 
@@ -151,3 +177,5 @@ def test_what_does_not_fit_is_refused():
         a.load(R14, Memory(RAX, 1 << 40))
     with pytest.raises(EngineError, match="at most 256 weights, got 257"):
         FLOAT32_MULTIPLY_ADD.encode([4] * 257, RSI)
+    with pytest.raises(EngineError, match="at most 64 weights, got 65"):
+        AVX2_MULTIPLY_ADD.encode([6] * 65, RSI)

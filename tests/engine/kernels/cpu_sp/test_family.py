@@ -58,6 +58,12 @@ def test_layers_of_real_networks(operation, shape, residual, dtype):
 
 
 @cpu_kernels
+@pytest.mark.parametrize(("operation", "shape", "residual"), LAYERS, ids=[str(layer[0]) for layer in LAYERS])
+def test_layers_of_real_networks_with_avx2(operation, shape, residual):
+    check(operation, shape, residual=residual, variant="avx2")
+
+
+@cpu_kernels
 @both_dtypes
 @pytest.mark.parametrize("channels", [1, 2, 3, 4, 5, 6])
 def test_dense_weights_of_first_layers(channels, dtype):
@@ -96,18 +102,19 @@ steps = st.tuples(st.integers(1, 3), st.integers(1, 3))
     steps,
     st.sampled_from(["none", "relu", "hardswish"]),
     st.sampled_from(["cpu_sp", "cpu"]),
-    st.sampled_from(list(TOLERANCE)),
+    st.sampled_from([(dtype, "avx512") for dtype in TOLERANCE] + [(torch.float32, "avx2")]),
     st.booleans(),
     st.booleans(),
 )
 def test_convolutions_of_any_geometry(
-    images, rows, groups, kernel, stride, padding, dilation, activation, family, dtype, residual, bias
+    images, rows, groups, kernel, stride, padding, dilation, activation, family, computed, residual, bias
 ):
     number, height, width = images
     operation = Convolution(rows, 4 * groups, kernel, stride, padding, dilation, activation=activation)
     shape = (number, 4 * groups, height, width)
     assume(min(operation.out_shape(shape)) > 0)
-    check(operation, shape, family, dtype, residual, bias)
+    dtype, variant = computed
+    check(operation, shape, family, dtype, residual, bias, variant)
 
 
 @cpu_kernels
@@ -177,6 +184,23 @@ def test_without_avx512_a_reference_runs():
     assert FAMILIES["cpu_sp"].run([x.to("meta")], packed, operation, "avx512").is_meta
 
 
+@cpu_kernels
+def test_a_cpu_with_avx2_alone(monkeypatch):
+    monkeypatch.setattr(features, "cpu_flags", lambda: frozenset({"avx2", "fma"}))
+    sparse, dense = FAMILIES["cpu_sp"], FAMILIES["cpu"]
+    assert sparse.unavailable(CPU, torch.float32) is None
+    assert "need AVX-512 in torch.bfloat16" in sparse.unavailable(CPU, torch.bfloat16)
+    assert sparse.variants(Piece(conv(8, 8, 3), torch.float32, is_2_4=True), CPU) == ("avx2",)
+    assert sparse.variants(Piece(conv(8, 8, 3), torch.bfloat16, is_2_4=True), CPU) == ()
+    stem = PooledConvolution(24, 3, (7, 7), (2, 2), (3, 3), "relu", (3, 3), (2, 2), (1, 1))
+    assert dense.variants(Piece(stem, torch.float32), CPU) == ()
+    check(conv(20, 8, 3, 2), (2, 8, 9, 7))  # planned for AVX-512, on another machine
+    tensors, x = weights_of(stem.convolution, "cpu"), random(1, 3, 30, 30)
+    torch.testing.assert_close(
+        dense.run([x], dense.pack(stem, tensors), stem, "avx512"), stem.reference([x], tensors), rtol=1e-4, atol=1e-4
+    )
+
+
 def test_reasons(monkeypatch):
     family = FAMILIES["cpu_sp"]
     assert family.unavailable(torch.device("cuda"), torch.float32) == "our CPU kernels need a CPU, got cuda"
@@ -187,6 +211,7 @@ def test_reasons(monkeypatch):
     assert family.unavailable(CPU, torch.float32) == "the system refuses executable memory"
 
 
+@cpu_kernels
 def test_variants():
     sparse, dense = FAMILIES["cpu_sp"], FAMILIES["cpu"]
     assert sparse.variants(Piece(conv(8, 8, 3), torch.float32, is_2_4=True), CPU) == ("avx512",)
@@ -200,6 +225,13 @@ def test_variants():
     ):
         assert sparse.variants(piece, CPU) == ()
     assert dense.variants(Piece(conv(8, 3, 3), torch.float32), CPU) == ("avx512",)
+
+
+def test_dense_layers_need_a_vector_of_pixels():
+    one, many = [random(8, 16)], [random(16, 16)]
+    assert not FAMILIES["cpu"].fits(one, Linear(20, 16), "avx512")
+    assert FAMILIES["cpu"].fits(many, Linear(20, 16), "avx512")
+    assert FAMILIES["cpu_sp"].fits(one, Linear(20, 16), "avx512")
 
 
 def test_a_weight_that_is_not_2_4_is_refused():

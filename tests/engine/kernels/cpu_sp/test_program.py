@@ -1,6 +1,8 @@
 import ctypes
 import gc
 import itertools
+import shutil
+import subprocess
 import weakref
 from dataclasses import replace
 
@@ -79,9 +81,13 @@ GUARDED = [
 
 
 @pytest.mark.parametrize("at_end", [False, True], ids=["a guard page before", "a guard page after"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("dtype", "instructions"),
+    [(torch.float32, "avx512"), (torch.bfloat16, "avx512"), (torch.float32, "avx2")],
+    ids=["float32", "bfloat16", "avx2"],
+)
 @pytest.mark.parametrize(("operation", "shape"), GUARDED, ids=[str(case[0]) for case in GUARDED])
-def test_code_touches_only_its_buffers(operation, shape, dtype, at_end):
+def test_code_touches_only_its_buffers(operation, shape, dtype, instructions, at_end):
     packed, bias = packed_of(operation, dtype=dtype)
     x, residual = random(*shape).to(dtype), random(*operation.out_shape(shape), seed=1).to(dtype)
     dim, size = operation.channel_dim, x.element_size()
@@ -93,12 +99,12 @@ def test_code_touches_only_its_buffers(operation, shape, dtype, at_end):
         return memory, memory.tensor(dtype, tensor.shape, strides).copy_(tensor)
 
     def run():
-        layer = Program(operation, packed, bias)
+        layer = Program(operation, packed, bias, instructions=instructions)
         (x_memory, mine), (residual_memory, added) = guarded(x), guarded(residual)
         prepared = layer.prepare(mine, added)
         assert prepared.copies is None
         out_memory = Guarded(prepared.numbers * size, at_end)
-        prepared.launch(x_memory.address, out_memory.address, residual_memory.address)
+        prepared.run(x_memory.address, out_memory.address, residual_memory.address)
         y = out_memory.tensor(dtype, prepared.shape, prepared.strides)
         tensors = {"weight": weights_of(operation, dtype=dtype)["weight"], "bias": bias}
         assert relative_error(y, operation, tensors, [x, residual]) <= 1e-2
@@ -117,6 +123,18 @@ def test_the_size_of_the_code_is_bounded_and_known():
     layer = Program(CONV, *packed_of(CONV))
     kept = 40 * 9 * 16 // 2
     assert 7 * kept < layer.code_bytes < 10 * kept + 40_000
+
+
+@pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
+@pytest.mark.parametrize(("instructions", "expected"), [("avx512", "zmm"), ("avx2", "ymm")])
+def test_code_keeps_to_its_instruction_set(instructions, expected, tmp_path):
+    layer = Program(CONV, *packed_of(CONV), instructions=instructions)
+    (tmp_path / "code").write_bytes(layer.code.memory.bytes.tobytes())
+    command = ["objdump", "-D", "-b", "binary", "-m", "i386:x86-64", "-M", "intel", tmp_path / "code"]
+    listing = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert listing.count("vfmadd231ps") == 40 * 9 * 16 // 2
+    assert {word for word in ("ymm", "zmm") if word in listing} == {expected}
+    assert "(bad)" not in listing
 
 
 BAD = [

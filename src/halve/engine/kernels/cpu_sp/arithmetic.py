@@ -1,7 +1,8 @@
 """How the code of a layer computes in float32 and in bfloat16: loads, multiply-adds, epilogues.
 
-Both multiply a vector of 16 pixels by one weight, or one pair of weights, per instruction. In float32 the vector holds
-one channel. In bfloat16 it holds two channels, side by side for each pixel: the two that a row keeps of its group.
+With AVX-512 both multiply a vector of 16 pixels by one weight, or one pair of weights, per instruction. In float32 the
+vector holds one channel. In bfloat16 it holds two channels, side by side for each pixel: the two that a row keeps of
+its group. With AVX2 (float32) vectors have 8 pixels, and another instruction loads the weight.
 """
 
 from abc import ABC, abstractmethod
@@ -12,8 +13,10 @@ import numpy as np
 import numpy.typing as npt
 
 from halve.engine.kernels.cpu_sp.assembler import (
+    AVX2_MULTIPLY_ADD,
     BFLOAT16_MULTIPLY_ADD,
     FLOAT32_MULTIPLY_ADD,
+    R9,
     R10,
     R11,
     R12,
@@ -34,29 +37,60 @@ _CHANNEL = ((None, 1), (R10, 1), (R10, 2), (R11, 1))  # index and scale that add
 
 
 class Arithmetic(ABC):
-    """What differs between dtypes."""
+    """What differs between dtypes and instruction sets."""
 
     size: ClassVar[int]  # bytes of a number
+    lanes: ClassVar[int] = LANES  # pixels in a vector
+    vectors: ClassVar[int] = 32  # registers
     flags: ClassVar[tuple[str, ...]]  # instruction sets
     first_accumulator: ClassVar[int]
     multiply_add: ClassVar[MultiplyAdd]
+    constants: ClassVar[npt.NDArray[np.generic]] = np.zeros(1, np.int64)  # in memory, for the code
+    part_bytes: ClassVar[int] = 1 << 40  # of code that runs for all vectors before the next code does
+    fetches_code: ClassVar[bool] = True  # of the next block
+    least_tile: ClassVar[int] = 4  # vectors
+    always_tiles: ClassVar[bool] = False  # also where the code is larger than the cache
 
     @property
     def max_rows(self) -> int:
         """The number of accumulators."""
-        return 32 - self.first_accumulator
+        return self.vectors - self.first_accumulator
 
     @property
     def vector_bytes(self) -> int:
-        return self.size * LANES
+        return self.size * self.lanes
 
     @abstractmethod
     def begin(self, a: Assembler) -> None:
         """Set up constants, once per call of the function."""
 
     @abstractmethod
+    def begin_vector(self, a: Assembler) -> None:
+        """Begin the next vector, whose masks are at r9."""
+
+    @abstractmethod
+    def broadcast(self, a: Assembler, target: int, memory: Memory) -> None:
+        """Load a number into all lanes."""
+
+    @abstractmethod
+    def test_tap(self, a: Assembler, place: int) -> None:
+        """Set the condition "e" if no lane is in the mask at this place behind r9."""
+
+    @abstractmethod
+    def begin_tap(self, a: Assembler) -> None:
+        """Prepare the mask that was tested."""
+
+    @abstractmethod
     def load_group(self, a: Assembler, width: int, kept: int) -> None:
         """Load the vectors of a group of channels from rdi. Rows keep this many of them."""
+
+    def load_sums(self, a: Assembler, accumulators: Sequence[int]) -> None:
+        """Load what `store_sums` stored. Only needed if code runs in parts."""
+        raise NotImplementedError
+
+    def store_sums(self, a: Assembler, accumulators: Sequence[int]) -> None:
+        """Store unfinished sums where results go. Only needed if code runs in parts."""
+        raise NotImplementedError
 
     @abstractmethod
     def finish(self, a: Assembler, accumulators: Sequence[int], relu: bool) -> None:
@@ -74,12 +108,27 @@ class Arithmetic(ABC):
         """
 
 
-class Float32(Arithmetic):
-    size, flags = 4, ("avx512f", "avx512bw")
-    first_accumulator, multiply_add = 4, FLOAT32_MULTIPLY_ADD
-
+class _Avx512(Arithmetic):
     def begin(self, a: Assembler) -> None:
         pass
+
+    def begin_vector(self, a: Assembler) -> None:
+        a.load_mask(PIXEL_MASK, Memory(R9, 0))
+
+    def broadcast(self, a: Assembler, target: int, memory: Memory) -> None:
+        a.broadcast(target, memory)
+
+    def test_tap(self, a: Assembler, place: int) -> None:
+        a.load_mask(TAP_MASK, Memory(R9, place))
+        a.test_mask(TAP_MASK)
+
+    def begin_tap(self, a: Assembler) -> None:
+        pass
+
+
+class Float32(_Avx512):
+    size, flags = 4, ("avx512f", "avx512bw")
+    first_accumulator, multiply_add = 4, FLOAT32_MULTIPLY_ADD
 
     def load_group(self, a: Assembler, width: int, kept: int) -> None:
         for channel in range(width):
@@ -111,11 +160,91 @@ class Float32(Arithmetic):
         return places.astype(np.uint8), values.view(np.uint32)
 
 
-class BFloat16(Arithmetic):
+class Float32Avx2(Arithmetic):
+    """ymm0 to ymm3: the channels of a group; ymm4: a weight; ymm5: a mask, as there are no registers for masks.
+
+    The constants are all masks of eight lanes, 32 bytes each. Two multiply-adds per cycle need 22 bytes of code, more
+    than the L2 cache gives: code runs in parts that stay in the L1 cache, each for all vectors of an item.
+    """
+
+    size, lanes, vectors, flags = 4, 8, 16, ("avx2", "fma")
+    first_accumulator, multiply_add = 6, AVX2_MULTIPLY_ADD
+    constants = -(np.arange(256)[:, None] >> np.arange(8) & 1).astype(np.int32)
+    part_bytes, fetches_code, least_tile, always_tiles = 20 << 10, False, 32, True
+    _added, _mask = 4, 5
+
+    def begin(self, a: Assembler) -> None:
+        pass
+
+    def begin_vector(self, a: Assembler) -> None:
+        pass
+
+    def broadcast(self, a: Assembler, target: int, memory: Memory) -> None:
+        a.broadcast_avx2(target, memory)
+
+    def test_tap(self, a: Assembler, place: int) -> None:
+        a.load_word(RDI, Memory(R9, place))
+        a.test(RDI)
+
+    def begin_tap(self, a: Assembler) -> None:
+        self._load_mask(a, RDI)
+
+    def _load_mask(self, a: Assembler, register: int) -> None:
+        """The mask with this number."""
+        a.shift_left(register, 5)
+        a.add(register, field("constants"))
+        a.load_vector_avx2(self._mask, Memory(register))
+
+    def load_group(self, a: Assembler, width: int, kept: int) -> None:
+        for channel in range(width):
+            index, scale = _CHANNEL[channel]
+            a.load_masked_avx2(channel, self._mask, Memory(RDI, 0, index, scale))
+
+    def load_sums(self, a: Assembler, accumulators: Sequence[int]) -> None:
+        a.mov(RDI, RDX)
+        for accumulator in accumulators:
+            a.load_vector_avx2(accumulator, Memory(RDI))
+            a.add(RDI, R12)
+
+    def store_sums(self, a: Assembler, accumulators: Sequence[int]) -> None:
+        a.mov(RDI, RDX)
+        for accumulator in accumulators:
+            a.store_vector_avx2(Memory(RDI), accumulator)
+            a.add(RDI, R12)
+
+    def finish(self, a: Assembler, accumulators: Sequence[int], relu: bool) -> None:
+        a.compare_zero(field("residual"))
+        no_residual = a.jump_forward("e")
+        a.load_word(RDI, Memory(R9, 0))
+        self._load_mask(a, RDI)
+        a.mov(RDI, RCX)
+        for accumulator in accumulators:
+            a.load_masked_avx2(self._added, self._mask, Memory(RDI))
+            a.add_vectors_avx2(accumulator, accumulator, self._added)
+            a.prefetch(Memory(RDI, LINE))
+            a.add(RDI, R13)
+        a.land(no_residual)
+        a.clear_avx2(_ZERO)
+        a.mov(RDI, RDX)
+        for accumulator in accumulators:
+            if relu:
+                a.maximum_avx2(accumulator, _ZERO, accumulator)
+            a.store_vector_avx2(Memory(RDI), accumulator)
+            a.prefetch_to_write(Memory(RDI, LINE))
+            a.add(RDI, R12)
+
+    def operands(
+        self, places: npt.NDArray[np.int64], values: npt.NDArray[np.generic]
+    ) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint32]]:
+        return places.astype(np.uint8), values.view(np.uint32)
+
+
+class BFloat16(_Avx512):
     """zmm0 to zmm3: the channels of a group, each number twice; then pairs of channels in zmm0, 1, 2, 4, 5 and 6."""
 
     size, flags = 2, ("avx512f", "avx512bw", "avx512vl", "avx512_bf16")
     first_accumulator, multiply_add = 8, BFLOAT16_MULTIPLY_ADD
+    constants = np.arange(32, dtype=np.uint16) // 2
     _twice, _odd_words = 7, 3  # a vector with the place of each number, twice; a mask
     _pairs: ClassVar[dict[tuple[int, int], int]] = {(0, 1): 4, (0, 2): 5, (1, 2): 6, (0, 3): 0, (1, 3): 1, (2, 3): 2}
 

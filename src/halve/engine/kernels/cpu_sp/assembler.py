@@ -4,9 +4,10 @@
 made by `MultiplyAdd`, all at once.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import ClassVar
 
 import numpy as np
 import numpy.typing as npt
@@ -57,6 +58,9 @@ class Assembler:
     def load(self, target: int, memory: Memory) -> None:
         self._rex(0x8B, target, memory)
 
+    def store(self, memory: Memory, source: int) -> None:
+        self._rex(0x89, source, memory)
+
     def load_int32(self, target: int, memory: Memory) -> None:
         """Load 32 bits, sign-extended."""
         self._rex(0x63, target, memory)
@@ -75,6 +79,9 @@ class Assembler:
         self._rex(0x81, 0, target)
         self._int32(value)
 
+    def subtract(self, target: int, source: int | Memory) -> None:
+        self._rex(0x2B, target, source)
+
     def multiply(self, target: int, source: int | Memory) -> None:
         self._rex(0x0FAF, target, source)
 
@@ -92,6 +99,9 @@ class Assembler:
     def decrement(self, target: int) -> None:
         self._rex(0xFF, 1, target)
 
+    def increment_memory(self, memory: Memory) -> None:
+        self._rex(0xFF, 0, memory)
+
     def fetch_and_add(self, memory: Memory, register: int) -> None:
         """Add the register to memory, atomically, and set it to what was there."""
         self.code.append(0xF0)
@@ -108,6 +118,13 @@ class Assembler:
 
     def ret(self) -> None:
         self.code.append(0xC3)
+
+    def pause(self) -> None:
+        self.code += bytes([0xF3, 0x90])
+
+    def system_call(self) -> None:
+        """The system call whose number is in rax. Overwrites rax, rcx and r11."""
+        self.code += bytes([0x0F, 0x05])
 
     # Jumps: forward ones are patched by `land`.
 
@@ -260,6 +277,44 @@ class Assembler:
         """vzeroupper, before returning to code that may use SSE."""
         self.code += bytes([0xC5, 0xF8, 0x77])
 
+    # Vectors of AVX2: ymm0 to ymm15, 8 numbers of 32 bits.
+
+    def load_word(self, target: int, memory: Memory) -> None:
+        """movzx r64, word [memory]"""
+        self._rex(0x0FB7, target, memory)
+
+    def test(self, register: int) -> None:
+        """test r64, r64: sets the condition "e" if it is zero."""
+        self._rex(0x85, register, register)
+
+    def load_vector_avx2(self, target: int, memory: Memory) -> None:
+        """vmovups ymm, [memory]"""
+        self._vex256(_MAP_0F, _NO_PREFIX, 0x10, target, 0, memory)
+
+    def load_masked_avx2(self, target: int, mask: int, memory: Memory) -> None:
+        """vmaskmovps ymm, mask, [memory]; lanes outside of the mask are zero, and their memory is not touched."""
+        self._vex256(_MAP_0F38, _PREFIX_66, 0x2C, target, mask, memory)
+
+    def store_vector_avx2(self, memory: Memory, source: int) -> None:
+        """vmovups [memory], ymm"""
+        self._vex256(_MAP_0F, _NO_PREFIX, 0x11, source, 0, memory)
+
+    def broadcast_avx2(self, target: int, memory: Memory) -> None:
+        """vbroadcastss ymm, [memory]"""
+        self._vex256(_MAP_0F38, _PREFIX_66, 0x18, target, 0, memory)
+
+    def add_vectors_avx2(self, target: int, first: int, second: int) -> None:
+        """vaddps ymm, ymm, ymm"""
+        self._vex256(_MAP_0F, _NO_PREFIX, 0x58, target, first, second)
+
+    def maximum_avx2(self, target: int, first: int, second: int) -> None:
+        """vmaxps ymm, ymm, ymm; the second operand where one is NaN."""
+        self._vex256(_MAP_0F, _NO_PREFIX, 0x5F, target, first, second)
+
+    def clear_avx2(self, target: int) -> None:
+        """vxorps ymm, ymm, ymm"""
+        self._vex256(_MAP_0F, _NO_PREFIX, 0x57, target, target, target)
+
     # Encoding.
 
     def _int32(self, value: int) -> None:
@@ -279,6 +334,15 @@ class Assembler:
         """An instruction on masks."""
         base = operand.base if isinstance(operand, Memory) else operand
         self.code += bytes([0xC4, 0xC1 | (base < 8) << 5, 0x78 | prefix, opcode])
+        self._operand(register, operand, 1)
+
+    def _vex256(
+        self, opcode_map: int, prefix: int, opcode: int, register: int, second: int, operand: int | Memory
+    ) -> None:
+        """An instruction on 256-bit vectors."""
+        base, index = (operand.base, operand.index or 0) if isinstance(operand, Memory) else (operand, 0)
+        self.code += _vex256_prefix(opcode_map, prefix, register, second, index >> 3 & 1, base >> 3 & 1)
+        self.code.append(opcode)
         self._operand(register, operand, 1)
 
     def _evex(
@@ -328,6 +392,12 @@ class Assembler:
             self._int32(displacement)
 
 
+def _vex256_prefix(opcode_map: int, prefix: int, register: int, second: int, x: int, b: int) -> bytes:
+    """The three bytes before the opcode. High register bits are stored inverted."""
+    inverted = (~register >> 3 & 1) << 7 | (x ^ 1) << 6 | (b ^ 1) << 5
+    return bytes([0xC4, inverted | opcode_map, (~second & 15) << 3 | 4 | prefix])
+
+
 def _evex_prefix(
     opcode_map: int,
     prefix: int,
@@ -354,37 +424,68 @@ def _evex_prefix(
     )
 
 
-MULTIPLY_ADD_BYTES = 7
-MULTIPLICAND_BYTE = 2  # of a multiply-add: the one that names the vector
+class MultiplyAdd(ABC):
+    """An instruction that multiplies a vector by one weight in memory and adds to an accumulator.
 
+    size: bytes of the instruction, or of several.
+    multiplicand_byte: the one that names the vector.
+    most: weights that it can address from one pointer, which points to their middle.
+    """
 
-class MultiplyAdd(NamedTuple):
-    """An instruction that multiplies a vector by one weight in memory and adds to an accumulator."""
-
-    prefix: int
-    opcode: int
+    size: ClassVar[int]
+    multiplicand_byte: ClassVar[int]
+    most: ClassVar[int]
 
     def encode(self, accumulators: Sequence[int], base: int) -> Bytes:
-        """The instruction for each accumulator, with zmm0 and the next weight each time: uint8, (count, 7).
+        """The instruction for each accumulator, with vector 0 and the next weight each time: uint8, (count, size).
 
-        `base` is the register that points to the middle of 256 weights, so that 8-bit displacements reach all.
-
-        >>> FLOAT32_MULTIPLY_ADD.encode([31], RSI).tobytes().hex(" ")  # vfmadd231ps zmm31, zmm0, [rsi - 512]{1to16}
-        '62 62 7d 58 b8 7e 80'
+        `base` is the register that points to the middle of the weights, so that 8-bit displacements reach all.
         """
-        if len(accumulators) > 256:
-            raise EngineError(f"a group holds at most 256 weights, got {len(accumulators)}")
-        found = []
-        for place, accumulator in enumerate(accumulators):
-            prefix = _evex_prefix(_MAP_0F38, self.prefix, accumulator, 0, 0, base >> 3, broadcast=True)
-            modrm = 0x40 | (accumulator & 7) << 3 | base & 7
-            found.append(np.frombuffer(prefix + bytes([self.opcode, modrm, place - 128 & 255]), np.uint8))
-        return np.stack(found)
+        if len(accumulators) > self.most:
+            raise EngineError(f"a group holds at most {self.most} weights, got {len(accumulators)}")
+        found = [self._one(accumulator, base, place) for place, accumulator in enumerate(accumulators)]
+        return np.frombuffer(b"".join(found), np.uint8).reshape(len(found), self.size).copy()
+
+    @abstractmethod
+    def _one(self, accumulator: int, base: int, place: int) -> bytes:
+        """The instruction with the weight at this place."""
+
+    @abstractmethod
+    def multiplicands(self, vectors: Sequence[int]) -> Bytes:
+        """What to write at `multiplicand_byte` for these vectors, 0 to 15."""
+
+
+class _Avx512(MultiplyAdd):
+    size, multiplicand_byte, most = 7, 2, 256
+
+    def __init__(self, prefix: int, opcode: int) -> None:
+        self._prefix, self._opcode = prefix, opcode
+
+    def _one(self, accumulator: int, base: int, place: int) -> bytes:
+        prefix = _evex_prefix(_MAP_0F38, self._prefix, accumulator, 0, 0, base >> 3, broadcast=True)
+        return prefix + bytes([self._opcode, 0x40 | (accumulator & 7) << 3 | base & 7, place - 128 & 255])
 
     def multiplicands(self, vectors: Sequence[int]) -> Bytes:
-        """What to write at `MULTIPLICAND_BYTE` for these vectors, zmm0 to zmm15."""
-        return np.array([(~vector & 15) << 3 | 4 | self.prefix for vector in vectors], np.uint8)
+        return np.array([(~vector & 15) << 3 | 4 | self._prefix for vector in vectors], np.uint8)
 
 
-FLOAT32_MULTIPLY_ADD = MultiplyAdd(_PREFIX_66, 0xB8)  # vfmadd231ps: 16 products
-BFLOAT16_MULTIPLY_ADD = MultiplyAdd(_PREFIX_F3, 0x52)  # vdpbf16ps: 32 products, two neighbours into each sum
+class _Avx2(MultiplyAdd):
+    """Two instructions: `vbroadcastss` loads the weight, `vfmadd231ps` multiplies."""
+
+    size, multiplicand_byte, most = 11, 8, 64
+    weight = 4  # the vector that holds it
+
+    def _one(self, accumulator: int, base: int, place: int) -> bytes:
+        a = Assembler()
+        a.code += _vex256_prefix(_MAP_0F38, _PREFIX_66, self.weight, 0, 0, base >> 3)
+        a.code += bytes([0x18, 0x40 | self.weight << 3 | base & 7, 4 * place - 128 & 255])
+        a._vex256(_MAP_0F38, _PREFIX_66, 0xB8, accumulator, 0, self.weight)
+        return bytes(a.code)
+
+    def multiplicands(self, vectors: Sequence[int]) -> Bytes:
+        return np.array([(~vector & 15) << 3 | 4 | _PREFIX_66 for vector in vectors], np.uint8)
+
+
+FLOAT32_MULTIPLY_ADD = _Avx512(_PREFIX_66, 0xB8)  # vfmadd231ps: 16 products
+BFLOAT16_MULTIPLY_ADD = _Avx512(_PREFIX_F3, 0x52)  # vdpbf16ps: 32 products, two neighbours into each sum
+AVX2_MULTIPLY_ADD = _Avx2()  # 8 products

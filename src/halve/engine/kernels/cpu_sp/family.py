@@ -1,4 +1,4 @@
-"""2:4 convolutions and Linear layers on CPUs with AVX-512, as machine code that is emitted for each layer.
+"""2:4 convolutions and Linear layers on CPUs with AVX-512 or AVX2, as machine code that is emitted for each layer.
 
 Two families share the emitter: `cpu_sp` multiplies only the kept weights, `cpu` all of them. `cpu` is the dense
 baseline of the same kernel: it isolates the effect of sparsity, and can be the fastest kernel for layers that are not
@@ -12,21 +12,23 @@ import torch
 from torch import Tensor
 
 from halve.engine.kernels.cpu_sp import features, memory
+from halve.engine.kernels.cpu_sp.chain import can_join, run_chain
 from halve.engine.kernels.cpu_sp.packing import Packed, pack, pack_dense, packed_shapes, unpack
-from halve.engine.kernels.cpu_sp.pool import max_pool
-from halve.engine.kernels.cpu_sp.program import ARITHMETIC, known_program, program_for
+from halve.engine.kernels.cpu_sp.pool import MAX_TAPS, max_pool
+from halve.engine.kernels.cpu_sp.program import known_program, program_for
 from halve.engine.kernels.cpu_sp.version import version
-from halve.engine.kernels.kernel import KernelFamily, Layout, Piece
+from halve.engine.kernels.cpu_sp.worker import LANES
+from halve.engine.kernels.kernel import KernelFamily, Layout, Link, Piece
 from halve.engine.kernels.planes import has_rows
-from halve.engine.operations import Convolution, Linear, Operation, PooledConvolution, Tensors
+from halve.engine.operations import Convolution, Linear, MaxPool, Operation, PooledConvolution, Tensors
 
 MAX_VALUES = 8 << 20  # of a layer: 10 bytes of code each, or 5 in bfloat16
 _WIDTH = 4
 _VECTORS = ("bias", "scale")  # of the output channels
 
 
-class _Cpu(KernelFamily):
-    device_type = "cpu"
+class _OnPlanes(KernelFamily):
+    device_type = chain = "cpu"
     reads = writes = Layout.PLANES
 
     @property
@@ -34,17 +36,32 @@ class _Cpu(KernelFamily):
         return version()
 
     def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        return features.unavailable(device, dtype, ARITHMETIC) or memory.unavailable()
+        return features.unavailable(device, dtype) or memory.unavailable()
 
+    def runs(self, x: Tensor) -> bool:
+        """Whether the machine code runs on an input."""
+        return x.is_cpu and self.unavailable(x.device, x.dtype) is None
+
+    def can_join(self, operation: Operation, shape: Sequence[int]) -> bool:
+        return can_join(operation, shape)  # where there is no AVX-512, layers run one by one
+
+    def run_chain(self, inputs: Sequence[Tensor], links: Sequence[Link], outputs: Sequence[int]) -> list[Tensor] | None:
+        return run_chain(inputs, links, outputs) if all(x.numel() and self.runs(x) for x in inputs) else None
+
+
+class _Cpu(_OnPlanes):
     def variants(self, piece: Piece, device: torch.device) -> Sequence[str]:
         operation = piece.operation
-        if not isinstance(operation, Convolution | Linear | PooledConvolution) or piece.dtype not in ARITHMETIC:
+        instructions = features.instructions_for(piece.dtype)
+        if not isinstance(operation, Convolution | Linear | PooledConvolution) or instructions is None:
+            return ()
+        if isinstance(operation, PooledConvolution) and instructions != features.AVX512:
             return ()
         convolution = operation.convolution
         if convolution.groups > 1 or (self.sparse and (convolution.channels % _WIDTH or not piece.is_2_4)):
             return ()
         values, _ = packed_shapes(convolution.weight_shape, self.sparse)
-        return ("avx512",) if math.prod(values) <= MAX_VALUES else ()
+        return (instructions,) if math.prod(values) <= MAX_VALUES else ()
 
     def pack(self, operation: Operation, tensors: Tensors) -> dict[str, Tensor]:
         weight = tensors["weight"].reshape(_convolution(operation).weight_shape)
@@ -63,26 +80,27 @@ class _Cpu(KernelFamily):
             return [x, *super().laid_out(residual, operation)]
         return super().laid_out(inputs, operation)
 
+    def fits(self, inputs: Sequence[Tensor], operation: Operation, variant: str) -> bool:
+        """Dense layers on less than a vector of pixels would mostly wait for code, which is larger than the weights."""
+        return self.sparse or operation.size(inputs[0]) >= LANES
+
     def run(self, inputs: Sequence[Tensor], packed: Tensors, operation: Operation, variant: str) -> Tensor:
         x, residual = inputs[0], inputs[1] if len(inputs) > 1 else None
-        if isinstance(operation, PooledConvolution) and x.numel() and self.runs(x):
+        if isinstance(operation, PooledConvolution) and x.numel() and _has_avx512(x):
             return max_pool(self.run(inputs, packed, operation.convolution, variant), operation.pool)
         given = Packed(packed["values"], packed.get("codes")), packed.get("bias"), packed.get("scale")
         if x.is_cpu and x.numel():
-            known = known_program(operation, *given)  # type: ignore[arg-type]
+            known = known_program(operation, *given, variant)  # type: ignore[arg-type]
             if known is not None:
                 return known.run(x, residual)
         if not x.numel():
             return self.fake(inputs, packed, operation)
-        if not self.runs(x):
+        if features.arithmetic_for(x.dtype, variant) is None:  # a plan of another machine
+            variant = features.instructions_for(x.dtype) or variant
+        if not self.runs(x) or not isinstance(operation, Convolution | Linear):
             y = operation.reference(inputs, self.unpack(operation, packed))
             return self.writes.of(y, operation.channel_dim)
-        assert isinstance(operation, Convolution | Linear)
-        return program_for(operation, *given).run(x, residual)
-
-    def runs(self, x: Tensor) -> bool:
-        """Whether the machine code runs on an input."""
-        return x.is_cpu and self.unavailable(x.device, x.dtype) is None
+        return program_for(operation, *given, variant).run(x, residual)
 
 
 class CpuSparse(_Cpu):
@@ -92,6 +110,29 @@ class CpuSparse(_Cpu):
 
 class CpuDense(_Cpu):
     name = "cpu"
+
+
+class CpuPool(_OnPlanes):
+    """Max pooling between layers on planes."""
+
+    name = "cpu_pool"
+
+    def variants(self, piece: Piece, device: torch.device) -> Sequence[str]:
+        operation = piece.operation
+        if not isinstance(operation, MaxPool) or features.arithmetic_for(piece.dtype, features.AVX512) is None:
+            return ()
+        return (features.AVX512,) if operation.kernel[0] * operation.kernel[1] <= MAX_TAPS else ()
+
+    def run(self, inputs: Sequence[Tensor], packed: Tensors, operation: Operation, variant: str) -> Tensor:
+        [x] = inputs
+        assert isinstance(operation, MaxPool)
+        if not x.numel() or not _has_avx512(x):
+            return operation.reference(inputs, packed)
+        return max_pool(x, operation)
+
+
+def _has_avx512(x: Tensor) -> bool:
+    return x.is_cpu and features.arithmetic_for(x.dtype, features.AVX512) is not None and memory.unavailable() is None
 
 
 def _convolution(operation: Operation) -> Convolution:

@@ -8,15 +8,17 @@ are four of them for a 3x3 kernel. Pixels outside of the image are masked and ne
 """
 
 import functools
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+import torch
 from torch import Tensor
 
 from halve.engine.kernels.cpu_sp.memory import new_planes
-from halve.engine.kernels.cpu_sp.split import split_rows
-from halve.engine.kernels.cpu_sp.worker import LANES
+from halve.engine.kernels.cpu_sp.split import split_phase
+from halve.engine.kernels.cpu_sp.worker import LANES, Operand, Phase, Schedule
 from halve.engine.kernels.planes import has_rows
 from halve.engine.operations import Convolution, MaxPool
 
@@ -40,9 +42,12 @@ def _axis(size: int, out: int, offset: int, stride: int) -> Axis:
     return Axis(start, shift, low, high)
 
 
-class Geometry(NamedTuple):
+@dataclass(frozen=True, eq=False)
+class Geometry:
     """How an operation reads images of one size."""
 
+    images: int
+    lanes: int  # pixels in a vector
     out: tuple[int, int]
     planes: tuple[tuple[int, int], ...]  # where each starts
     direct: bool  # the input itself is the only plane
@@ -58,7 +63,7 @@ class Geometry(NamedTuple):
 
 
 @functools.lru_cache(256)
-def geometry(window: Convolution | MaxPool, images: int, height: int, width: int) -> Geometry:
+def geometry(window: Convolution | MaxPool, images: int, height: int, width: int, lanes: int = LANES) -> Geometry:
     """The geometry of an operation on images of this size. The masks take 2 bytes per vector and tap."""
     out = tuple(window.out_shape((images, 1, height, width))[2:])
     rows, columns = (
@@ -81,10 +86,14 @@ def geometry(window: Convolution | MaxPool, images: int, height: int, width: int
     for tap, (row, column) in enumerate(taps):
         valid[1 + tap, :, row.low : row.high, column.low : column.high] = True
     pixels = images * out[0] * out[1]
-    flat = np.zeros((1 + len(taps), -(-pixels // LANES), LANES), bool)
-    flat.reshape(1 + len(taps), -1)[:, :pixels] = valid.reshape(1 + len(taps), -1)
-    masks = np.packbits(flat, axis=-1, bitorder="little").view(np.uint16)[..., 0]
+    flat = np.zeros((1 + len(taps), -(-pixels // lanes) * lanes), bool)
+    flat[:, :pixels] = valid.reshape(1 + len(taps), -1)
+    padded = np.zeros((1 + len(taps), flat.shape[1] // lanes, LANES), bool)
+    padded[..., :lanes] = flat.reshape(1 + len(taps), -1, lanes)
+    masks = np.packbits(padded, axis=-1, bitorder="little").view(np.uint16)[..., 0]
     return Geometry(
+        images,
+        lanes,
         out,
         tuple(planes),
         direct,
@@ -112,17 +121,65 @@ def _copy(
 
 def copied_planes(x: Tensor, shape: Geometry) -> Tensor:
     """The planes of an input: (N, planes * channels, H, W) in the output's size."""
-    images, channels, _, width = x.shape
+    images, channels, height, width = x.shape
     planes = new_planes((images, len(shape.planes) * channels, *shape.out), 1, x.dtype)
-    if shape.halves is not None and has_rows(x):
-        size, out_step = x.element_size(), x.element_size() * shape.out[1]
-        rows = _rows(shape.halves, tuple(x.shape), x.stride()[:2], shape.out, planes.stride(1), size)
-        odd = planes.stride(1) * channels * size if shape.halves.columns > 1 else 0
-        split_rows(x, planes, rows, width, row_step=2 * size * width, out_step=out_step, odd_distance=odd)
+    if shape.halves is not None and has_rows(x) and shape.lanes == LANES:  # splitting takes AVX-512
+        strides, pitch = x.stride()[:2], planes.stride(1)
+        split = _splitting(shape, channels, height, width, strides, pitch, x.element_size(), torch.get_num_threads())
+        split(x.data_ptr(), planes.data_ptr())
         return planes
     for plane, (to, source) in enumerate(shape.copies):
         planes[:, plane * channels : (plane + 1) * channels][to].copy_(x[source])
     return planes
+
+
+@functools.lru_cache(64)
+def _splitting(
+    shape: Geometry,
+    channels: int,
+    height: int,
+    width: int,
+    strides: tuple[int, int],
+    pitch: int,
+    size: int,
+    workers: int,
+) -> Schedule:
+    phase = splitting(shape, channels, height, width, strides, pitch, Operand(0), Operand(1), size, workers)
+    return Schedule([phase], size * LANES, workers)
+
+
+def splitting(
+    shape: Geometry,
+    channels: int,
+    height: int,
+    width: int,
+    strides: tuple[int, int],
+    pitch: int,
+    x: Operand,
+    out: Operand,
+    size: int,
+    workers: int,
+) -> Phase:
+    """The phase that splits images into planes.
+
+    Args:
+        shape: with `halves`.
+        channels: of the images.
+        height: of the images.
+        width: of the images.
+        strides: from an image and a channel to the next.
+        pitch: of the planes.
+        x: where images are.
+        out: where planes go.
+        size: bytes of a number.
+        workers: number of threads.
+    """
+    assert shape.halves is not None
+    rows = _rows(shape, channels, height, width, strides, pitch, size)
+    odd = pitch * channels * size if shape.halves.columns > 1 else 0
+    return split_phase(
+        rows, x, out, size=size, width=width, out_step=size * shape.out[1], odd_distance=odd, workers=workers
+    )
 
 
 class Halves(NamedTuple):
@@ -142,23 +199,18 @@ def _halves(
     return Halves(rows, columns) if stride == (2, 2) and fit and sorted(planes) == expected else None
 
 
-@functools.lru_cache(64)
 def _rows(
-    halves: Halves,
-    shape: tuple[int, int, int, int],
-    strides: tuple[int, int],  # of images and channels
-    out: tuple[int, int],
-    out_pitch: int,
-    size: int,
+    shape: Geometry, channels: int, height: int, width: int, strides: tuple[int, int], pitch: int, size: int
 ) -> npt.NDArray[np.int64]:
-    """The rows to split: for each channel, image, and even or odd rows. See `split_rows`."""
-    images, channels, height, width = shape
+    """The rows to split: for each channel, image, and even or odd rows. See `split_phase`."""
+    assert shape.halves is not None
     channel, image, half = (
-        axis.reshape(-1) for axis in np.meshgrid(*map(np.arange, (channels, images, halves.rows)), indexing="ij")
+        axis.reshape(-1)
+        for axis in np.meshgrid(*map(np.arange, (channels, shape.images, shape.halves.rows)), indexing="ij")
     )
     source = channel * strides[1] + image * strides[0] + half * width
-    plane = half * halves.columns * channels
-    target = (plane + channel) * out_pitch + image * out[0] * out[1]
+    plane = half * shape.halves.columns * channels
+    target = (plane + channel) * pitch + image * shape.out[0] * shape.out[1]
     count = (height - half + 1) // 2
     keep = count > 0
     return np.column_stack([size * source, size * target, count])[keep].astype(np.int64)

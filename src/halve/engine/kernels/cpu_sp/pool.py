@@ -5,13 +5,11 @@ PyTorch.
 """
 
 import functools
-from collections.abc import Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from halve.engine.kernels.cpu_sp import features, memory
 from halve.engine.kernels.cpu_sp.arithmetic import TAP_MASK
 from halve.engine.kernels.cpu_sp.assembler import (
     R8,
@@ -25,44 +23,15 @@ from halve.engine.kernels.cpu_sp.assembler import (
     Assembler,
     Memory,
 )
-from halve.engine.kernels.cpu_sp.geometry import copied_planes, geometry
+from halve.engine.kernels.cpu_sp.geometry import Geometry, copied_planes, geometry
 from halve.engine.kernels.cpu_sp.memory import Executable, new_planes
-from halve.engine.kernels.cpu_sp.program import ARITHMETIC
-from halve.engine.kernels.cpu_sp.version import version
-from halve.engine.kernels.cpu_sp.worker import LANES, Launch
-from halve.engine.kernels.kernel import KernelFamily, Layout, Piece
-from halve.engine.operations import MaxPool, Operation, Tensors
+from halve.engine.kernels.cpu_sp.worker import LANES, Operand, Phase, Schedule
+from halve.engine.operations import MaxPool
 
-_MAX_TAPS = 64
+MAX_TAPS = 64
 _SMALL = 20_000  # vectors and taps that are not worth a second thread
 _NAN_MASK = 2
 _X, _MAXIMUM, _LEAST = 0, 1, 2  # vectors
-
-
-class CpuPool(KernelFamily):
-    name = "cpu_pool"
-    device_type = "cpu"
-    reads = writes = Layout.PLANES
-
-    @property
-    def version(self) -> str:
-        return version()
-
-    def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        return features.unavailable(device, dtype, ARITHMETIC) or memory.unavailable()
-
-    def variants(self, piece: Piece, device: torch.device) -> Sequence[str]:
-        operation = piece.operation
-        if not isinstance(operation, MaxPool) or piece.dtype not in ARITHMETIC:
-            return ()
-        return ("avx512",) if operation.kernel[0] * operation.kernel[1] <= _MAX_TAPS else ()
-
-    def run(self, inputs: Sequence[Tensor], packed: Tensors, operation: Operation, variant: str) -> Tensor:
-        [x] = inputs
-        assert isinstance(operation, MaxPool)
-        if x.device.type != "cpu" or x.dtype not in ARITHMETIC or not x.numel():
-            return operation.reference(inputs, packed)
-        return max_pool(x, operation)
 
 
 def max_pool(x: Tensor, operation: MaxPool) -> Tensor:
@@ -72,30 +41,31 @@ def max_pool(x: Tensor, operation: MaxPool) -> Tensor:
     source = x if window.direct else copied_planes(x, window)
     out = new_planes((images, channels, *window.out), 1, x.dtype)
     pitches = (source.stride(1), out.stride(1))
-    _launch(operation, tuple(x.shape), x.element_size(), pitches, torch.get_num_threads())(
-        source.data_ptr(), out.data_ptr(), 0
+    _schedule(operation, tuple(x.shape), x.element_size(), pitches, torch.get_num_threads())(
+        source.data_ptr(), out.data_ptr()
     )
     return out
 
 
 @functools.lru_cache(256)
-def _launch(operation: MaxPool, shape: tuple[int, ...], size: int, pitches: tuple[int, int], workers: int) -> Launch:
+def _schedule(
+    operation: MaxPool, shape: tuple[int, ...], size: int, pitches: tuple[int, int], workers: int
+) -> Schedule:
     images, channels, height, width = shape
     window = geometry(operation, images, height, width)
+    x, out = (Operand(place, pitch=size * pitch) for place, pitch in enumerate(pitches))
+    small = window.vectors * channels * len(window.shifts) <= _SMALL
+    return Schedule([pool_phase(window, channels, x, out, size)], size * LANES, 1 if small else workers)
+
+
+def pool_phase(window: Geometry, channels: int, x: Operand, out: Operand, size: int) -> Phase:
+    """Pooling of planes of x, of numbers of this many bytes."""
     function = _function(size, len(window.shifts)).address
     channel = np.arange(channels)
     blocks = np.column_stack([np.full(channels, function), channel, channel])  # the "weights" are the channel's number
     items = np.column_stack([channel, np.zeros_like(channel), np.full(channels, window.vectors), channel])
-    distances = np.array(window.plane_of) * channels * pitches[0] + np.array(window.shifts)
-    return Launch(
-        blocks.astype(np.int64),
-        items.astype(np.int32),
-        window.masks,
-        (size * distances).astype(np.int64),
-        size=size,
-        pitches=(*pitches, 0),
-        workers=workers if window.vectors * channels * len(distances) > _SMALL else 1,
-    )
+    distances = np.array(window.plane_of) * channels * x.pitch + size * np.array(window.shifts)
+    return Phase(blocks.astype(np.int64), items.astype(np.int32), window.masks, distances.astype(np.int64), x, out)
 
 
 @functools.cache

@@ -1,23 +1,20 @@
 """Split images into their even and odd rows and columns, for layers with stride 2."""
 
-import ctypes
 import functools
 
 import numpy as np
 import numpy.typing as npt
-import torch
-from torch import Tensor
 
-from halve.engine.kernels.cpu_sp import threads
 from halve.engine.kernels.cpu_sp.assembler import (
     R8,
+    R9,
     R10,
     R11,
     R12,
     R13,
     R14,
-    R15,
     RAX,
+    RBP,
     RBX,
     RCX,
     RDI,
@@ -27,42 +24,57 @@ from halve.engine.kernels.cpu_sp.assembler import (
     Memory,
 )
 from halve.engine.kernels.cpu_sp.memory import Executable
+from halve.engine.kernels.cpu_sp.worker import LANES, Operand, Phase, spans
 
 _VECTOR = 64  # bytes
 _SMALL = 1 << 16  # bytes that are not worth a second thread
+_ITEMS_PER_WORKER = 8
 _FIELDS = (
-    *("counter", "items", "table", "x", "out", "row_step", "out_step", "odd_distance"),
-    *("chunks", "first_mask", "second_mask", "even_mask", "odd_mask", "places"),
+    *("row_step", "out_step", "odd_distance", "chunks"),
+    *("first_mask", "second_mask", "even_mask", "odd_mask", "places"),
 )
 
 
 def _field(name: str) -> Memory:
-    return Memory(R15, 8 * _FIELDS.index(name))
+    return Memory(R14, 8 * _FIELDS.index(name))
 
 
-def split_rows(
-    x: Tensor, out: Tensor, rows: npt.NDArray[np.int64], width: int, *, row_step: int, out_step: int, odd_distance: int
-) -> None:
-    """Copy rows: even columns to `target`, odd columns `odd_distance` bytes behind it (nowhere if that is 0).
+def split_phase(
+    rows: npt.NDArray[np.int64],
+    x: Operand,
+    out: Operand,
+    *,
+    size: int,
+    width: int,
+    out_step: int,
+    odd_distance: int,
+    workers: int,
+) -> Phase:
+    """Copy rows: even columns to their target, odd columns `odd_distance` bytes behind it (nowhere if that is 0).
 
     Args:
-        x: where rows come from, of 2 or 4 bytes per number.
+        rows: (count, 3): the first of several rows in x, every other one of which is copied, and in the output, in
+            bytes; and their number.
+        x: where rows come from.
         out: where they go.
-        rows: (count, 3): the first of several rows in x, and in the output, in bytes; and their number.
+        size: bytes of a number: 2 or 4.
         width: columns of a row of x.
-        row_step: bytes from a row to the next.
         out_step: bytes from a row to the next in the output.
         odd_distance: bytes from the even to the odd columns of a row in the output.
+        workers: number of threads.
     """
-    lanes = _VECTOR // x.element_size()
+    lanes = _VECTOR // size
     chunks, rest = divmod(width, 2 * lanes)
-    masks = (min(rest, lanes), max(0, rest - lanes), (rest + 1) // 2, rest // 2)
-    call = (ctypes.c_int64 * len(_FIELDS))(
-        *(0, len(rows), rows.ctypes.data, x.data_ptr(), out.data_ptr(), row_step, out_step, odd_distance),
-        *(chunks, *((1 << count) - 1 for count in masks), _places(lanes).ctypes.data),
-    )
-    small = x.numel() * x.element_size() < _SMALL
-    threads.run(_splitter(x.element_size()).address, ctypes.addressof(call), 1 if small else torch.get_num_threads())
+    masks = ((1 << count) - 1 for count in (min(rest, lanes), max(0, rest - lanes), (rest + 1) // 2, rest // 2))
+    places = _places(lanes)
+    fields = np.array([2 * size * width, out_step, odd_distance, chunks, *masks, places.ctypes.data], np.int64)
+    table = np.zeros((len(rows), size * LANES // 8), np.int64)  # as far apart as vectors of pixels
+    table[:, :3] = rows
+    copied = int(rows[:, 2].sum()) * width * size
+    parts = spans(len(table), min(len(table), _ITEMS_PER_WORKER * workers if workers > 1 and copied > _SMALL else 1))
+    items = np.array([(0, first, count, 0) for first, count in parts], np.int32)
+    blocks = np.array([[_splitter(size).address, table.ctypes.data, 0]], np.int64)
+    return Phase(blocks, items, np.zeros((1, 1), np.uint16), fields, x, out, kept=(table, places))
 
 
 @functools.cache
@@ -74,14 +86,10 @@ def _places(lanes: int) -> npt.NDArray[np.generic]:
 
 @functools.cache
 def _splitter(size: int) -> Executable:
-    """The function that threads run, for numbers of this many bytes."""
-    saved = (RBX, R12, R13, R14, R15)
+    """Split rows of numbers of this many bytes: r8 entries of the table at rbp, the first at a distance of rdi."""
     first, second, even, odd = 1, 2, 3, 4  # masks, and vectors
     even_places, odd_places = 5, 6
     a = Assembler()
-    for register in saved:
-        a.push(register)
-    a.mov(R15, RDI)
     a.load(RAX, _field("places"))
     a.load_vector(even_places, Memory(RAX, 0))
     a.load_vector(odd_places, Memory(RAX, _VECTOR))
@@ -91,6 +99,11 @@ def _splitter(size: int) -> Executable:
     a.load(R10, _field("row_step"))
     a.load(R11, _field("out_step"))
     a.load(R12, _field("odd_distance"))
+    a.add(RBP, RDI)
+    a.mov(R9, RBX)
+    a.subtract(R9, RDI)  # x
+    a.mov(R13, RDX)
+    a.subtract(R13, RDI)  # the output
 
     def move(memory_first: Memory, memory_second: Memory, *, whole: bool) -> None:
         """Split two vectors; at the end of a row, within the masks."""
@@ -107,19 +120,12 @@ def _splitter(size: int) -> Executable:
             else:
                 a.store_numbers(size, Memory(RDX), target, 0 if whole else mask)
 
-    top = len(a.code)
-    a.mov_immediate(RAX, 1)
-    a.fetch_and_add(_field("counter"), RAX)
-    a.compare(RAX, _field("items"))
-    done = a.jump_forward("ae")
-    a.load_address(RAX, Memory(RAX, 0, RAX, 2))
-    a.shift_left(RAX, 3)
-    a.add(RAX, _field("table"))
-    a.load(RSI, Memory(RAX, 0))
-    a.add(RSI, _field("x"))
-    a.load(RDI, Memory(RAX, 8))
-    a.add(RDI, _field("out"))
-    a.load(R8, Memory(RAX, 16))
+    entry = len(a.code)
+    a.load(RSI, Memory(RBP, 0))
+    a.add(RSI, R9)
+    a.load(RDI, Memory(RBP, 8))
+    a.add(RDI, R13)
+    a.load(RAX, Memory(RBP, 16))
     row = len(a.code)
     a.mov(RBX, RSI)
     a.mov(RDX, RDI)
@@ -139,12 +145,10 @@ def _splitter(size: int) -> Executable:
     a.land(no_rest)
     a.add(RSI, R10)
     a.add(RDI, R11)
-    a.decrement(R8)
+    a.decrement(RAX)
     a.jump_back(row, "ne")
-    a.jump_back(top)
-    a.land(done)
-    a.leave_vectors()
-    for register in reversed(saved):
-        a.pop(register)
+    a.add_immediate(RBP, size * LANES)
+    a.decrement(R8)
+    a.jump_back(entry, "ne")
     a.ret()
     return Executable(np.frombuffer(bytes(a.code), np.uint8))

@@ -5,7 +5,8 @@ typedef unsigned int u32;
 typedef unsigned long long u64;
 
 // Kernels in a recording are launched before the previous one is done (see driver.py): they may prepare, and must wait before
-// they read or write what it may still use. Both do nothing in other launches, and on GPUs that cannot do it.
+// they read or write what it may still use. Its results are read with coherent loads, as they are not constant while the
+// kernel runs: no `__ldg`, no `const __restrict__`. Both do nothing in other launches, and on GPUs that cannot do it.
 __device__ __forceinline__ void let_next_kernel_start() {
 #if __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.launch_dependents;");

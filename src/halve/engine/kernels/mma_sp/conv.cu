@@ -103,9 +103,9 @@ __device__ __forceinline__ void load_weights(Weights& w, const uint4* values, co
     }
 }
 
-extern "C" __global__ void __launch_bounds__(THREADS) conv(const u16* __restrict__ x, const uint4* __restrict__ values,
+extern "C" __global__ void __launch_bounds__(THREADS) conv(const u16* x, const uint4* __restrict__ values,
                                                            const u32* __restrict__ meta, const float* __restrict__ bias,
-                                                           const u16* __restrict__ residual, u16* __restrict__ out,
+                                                           const u16* residual, u16* out,
                                                            const Shape s) {
     extern __shared__ __align__(128) unsigned char shared[];
     const u32 base = (u32)__cvta_generic_to_shared(shared);

@@ -39,7 +39,7 @@ extern "C" __global__ void __launch_bounds__(128) max_pool(const uint4* x, uint4
         for (int j = 0; j < KERNEL_W; j++) {
             const int w = column * s.stride_w - s.pad_w + j * s.dilation_w;
             uint4 v = {LEAST, LEAST, LEAST, LEAST};
-            if (h >= 0 && h < s.height && w >= 0 && w < s.width) v = __ldg(&from[((size_t)h * s.width + w) * pieces]);
+            if (h >= 0 && h < s.height && w >= 0 && w < s.width) v = from[((size_t)h * s.width + w) * pieces];
             best = {larger(best.x, v.x), larger(best.y, v.y), larger(best.z, v.z), larger(best.w, v.w)};
         }
     }

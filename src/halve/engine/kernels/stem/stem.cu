@@ -57,7 +57,7 @@ struct Loaded {
 };
 
 extern "C" __global__ void __launch_bounds__(128 * GROUPS, 1)
-stem(const u16* __restrict__ x, const __grid_constant__ TensorMap output, const uint4* __restrict__ packed,
+stem(const u16* x, const __grid_constant__ TensorMap output, const uint4* __restrict__ packed,
      const float* __restrict__ bias, const Shape s) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 base = (u32)__cvta_generic_to_shared(shared);
@@ -92,7 +92,7 @@ stem(const u16* __restrict__ x, const __grid_constant__ TensorMap output, const 
                 for (int i = 0; i < 3; ++i) {
                     const size_t at = PLANAR ? ((size_t)i * s.height + row) * WIDTH + part * 4
                                              : ((size_t)row * WIDTH + part * 4) * 3 + i * 4;
-                    loaded.part[i] = __ldg(reinterpret_cast<const uint2*>(from + at));
+                    loaded.part[i] = *reinterpret_cast<const uint2*>(from + at);
                 }
             }
             return loaded;
