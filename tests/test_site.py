@@ -1,7 +1,9 @@
 """The site builds without warnings, its notebooks run, and its pages show what they should."""
 
+import io
 import json
 import re
+import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
@@ -9,9 +11,11 @@ from pathlib import Path
 from urllib.parse import unquote
 
 import pytest
+from PIL import Image, ImageStat
 
 ROOT = Path(__file__).parent.parent
 NOTEBOOKS = sorted(ROOT.glob("docs/tutorials/*.ipynb"))
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 
 
 @pytest.fixture(scope="module")
@@ -95,3 +99,44 @@ def test_there_are_two_notebooks_and_both_have_outputs():
     for path in NOTEBOOKS:
         cells = json.loads(path.read_text())["cells"]
         assert sum(bool(cell.get("outputs")) for cell in cells) > 3
+
+
+@pytest.fixture(scope="module")
+def page():
+    """A page of a browser in which nothing is said and nothing is asked of the network."""
+    playwright = pytest.importorskip("playwright.sync_api")
+    with playwright.sync_playwright() as player:
+        browser = player.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        opened, said = browser.new_page(color_scheme="light"), []
+        opened.on("console", lambda message: said.append(message.text))
+        opened.on("pageerror", lambda error: said.append(str(error)))
+        opened.on("request", lambda request: said.append(request.url) if request.url.startswith("http") else None)
+        yield opened
+        browser.close()
+        assert said == []
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+@pytest.mark.parametrize("width", [360, 1600])
+def test_pages_fit_the_screen_and_show_their_pictures(site, page, width):
+    page.set_viewport_size({"width": width, "height": 800})
+    for path in sorted(site.rglob("*.html")):
+        page.goto(path.as_uri())
+        assert page.evaluate("document.documentElement.scrollWidth") == width, path.name
+        missing = "[...document.images].filter(image => image.complete && !image.naturalWidth).map(image => image.src)"
+        assert page.evaluate(missing) == [], path.name
+
+
+@pytest.mark.browser
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium on this machine")
+def test_pictures_follow_the_theme_that_is_chosen_on_the_page(site, page):
+    page.set_viewport_size({"width": 1200, "height": 800})
+    page.goto((site / "index.html").as_uri())
+    brightness = {}
+    for theme in ("light", "dark"):
+        page.evaluate(f"document.body.dataset.theme = '{theme}'")
+        picture = Image.open(io.BytesIO(page.locator("article img").first.screenshot())).convert("L")
+        brightness[theme] = ImageStat.Stat(picture).mean[0]
+    assert brightness["dark"] < 80
+    assert brightness["light"] > 200

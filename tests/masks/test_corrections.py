@@ -102,12 +102,49 @@ def test_a_file_with_a_damaged_correction_is_refused(tmp_path, monkeypatch):
         halve.load(path)
 
 
-@pytest.mark.parametrize("name", ["1.weights", "3.weight"])
+@pytest.mark.parametrize("name", ["1.weights", "3.weight", "9.weight", "weight"])
 def test_corrections_of_another_model_are_refused(name):
     model = convnet()
     masks = halve.prune(model).with_corrections({name: torch.zeros(2, 8)})
     with pytest.raises(MaskError, match=f"another model: {name}"):
         halve.apply(model, masks)
+
+
+def test_only_norms_can_be_corrected():
+    model = convnet()
+    masks, others = halve.prune(model), [name for name in model.state_dict() if name[0] not in "14"]
+    for name in [*others, "1.running_mean"]:
+        own = model.state_dict()[name].float()
+        hostile = masks.with_corrections({name: torch.stack([own, own + 1])})
+        with pytest.raises(MaskError, match=f"another model: {name} is no scale or shift of a norm"):
+            halve.apply(model, hostile)
+        with pytest.raises(MaskError, match=f"another model: {name} is no scale or shift of a norm"):
+            halve.verify(halve.apply(model, masks), hostile)
+        as_statistics = masks.with_statistics({name: own + 1})
+        if name != "1.running_mean":
+            with pytest.raises(MaskError, match=f"no BatchNorm buffer {name}"):
+                halve.apply(model, as_statistics)
+            with pytest.raises(MaskError, match=f"no BatchNorm buffer {name}"):
+                halve.verify(halve.apply(model, masks), as_statistics)
+
+
+def test_statistics_must_be_finite():
+    model = convnet()
+    masks = halve.prune(model)
+    damaged = masks.with_statistics({"1.running_var": torch.full((8,), float("nan"))})
+    for call in (lambda: halve.apply(model, damaged), lambda: halve.verify(halve.apply(model, masks), damaged)):
+        with pytest.raises(MaskError, match="running_var contain NaN"):
+            call()
+
+
+def test_norms_in_double_precision_are_corrected_exactly():
+    model = convnet().double()
+    model[1].weight.data.fill_(1 + 1e-12)  # 1 in single precision
+    pair = torch.tensor([[1.0], [1e-3]]).expand(2, len(model[1].weight))
+    masks = halve.prune(model).with_corrections({"1.weight": pair})
+    sparse = halve.apply(model, masks)
+    assert same_bits(sparse[1].weight, pair[1].double())
+    assert halve.verify(sparse, masks).ok
 
 
 def test_what_is_exported_evaluated_and_recalibrated_is_corrected():

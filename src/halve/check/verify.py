@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from halve.check.hardware import eligibility
 from halve.check.unchecked import unchecked_in
 from halve.errors import ModelError, OptionError, listed
-from halve.masks.apply import check_fit, is_moved
+from halve.masks.apply import check_fit, check_statistics, is_moved
+from halve.masks.corrections import check_corrections
 from halve.masks.digests import Digests, TensorDigests, digests_of, has_digest, matching_dtype, named_tensors
 from halve.masks.fingerprint import digest
 from halve.masks.layout import Layout, unpermuted
@@ -318,6 +319,8 @@ def verify(
         raise OptionError(f"verify accepts masks or options of select, not both; got masks and {listed(selection)}")
     for name, weight in check_fit(model, masks).items():
         _check_dense(name, weight)
+    check_statistics(model, masks.statistics)
+    check_corrections(model, masks.corrections)
     moved = is_moved(model, masks)
     compare = _Comparison(model, masks, moved, on_changed == "accept")
     layers = tuple(compare.layer(name, weight.cpu()) for name, weight in check_fit(model, masks).items())

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.fx import Graph, GraphModule, Node
 
 from halve.engine.kernels import op
-from halve.engine.kernels.kernel import Kernel
+from halve.engine.kernels.kernel import ChainDescription, ChainedLayer, Kernel
 from halve.engine.kernels.registry import family_of
 from halve.engine.layer import Layer
 
@@ -71,12 +71,12 @@ class Chained(nn.Module):
         self._count = 0
         for layer, kernel, inputs in layers:
             packed = layer.packed(kernel.family)
-            described.append(op.ChainedLayer(layer.operation.to_json(), kernel, tuple(packed), inputs))
+            described.append(ChainedLayer(layer.operation.to_json(), kernel, tuple(packed), inputs))
             for tensor in packed.values():
                 self.register_buffer(f"packed_{self._count}", tensor)
                 self._count += 1
         self.dtype = layers[0][0].dtype
-        self.description = op.ChainDescription(tuple(described), tuple(outputs)).to_json()
+        self.description = ChainDescription(tuple(described), tuple(outputs)).to_json()
 
     def forward(self, *inputs: Tensor) -> list[Tensor]:
         packed = [self.get_buffer(f"packed_{number}") for number in range(self._count)]

@@ -2,12 +2,10 @@
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _BatchNorm
 
-from halve.masks.corrections import Corrections, corrected
+from halve.masks.corrections import NORMS, Corrections, corrected
 
 RATE = 0.02  # what the learning rate of the logits is multiplied by, for changes relative to a norm's scale
-_KINDS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm)
 
 
 class Norms:
@@ -58,7 +56,7 @@ def _units(model: nn.Module) -> dict[str, Tensor]:
     """By state-dict name, what a scale or a shift that is learned is measured in: the scale."""
     units: dict[str, Tensor] = {}
     for name, module in model.named_modules():
-        scale = module._parameters.get("weight") if isinstance(module, _KINDS) else None
+        scale = module._parameters.get("weight") if isinstance(module, NORMS) else None
         if scale is None:
             continue
         for key in ("weight", "bias"):

@@ -221,11 +221,21 @@ def _changed_message(updates: dict[str, float]) -> str:
 
 
 def _copy_statistics_(copy: nn.Module, statistics: dict[str, Tensor]) -> None:
-    buffers = dict(copy.named_buffers(remove_duplicate=False))
+    buffers = check_statistics(copy, statistics)
+    with torch.no_grad():
+        for name, value in statistics.items():
+            buffers[name].copy_(value)
+
+
+def check_statistics(model: nn.Module, statistics: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The model's buffers by name. Raises `MaskError` if statistics are not for running statistics of this model."""
+    buffers = dict(model.named_buffers(remove_duplicate=False))
     for name, value in statistics.items():
-        if name not in buffers or buffers[name].shape != value.shape:
+        known = name.rpartition(".")[2] in ("running_mean", "running_var") and name in buffers
+        if not known or buffers[name].shape != value.shape:
             raise MaskError(
                 f"the masks are for another model: it has no BatchNorm buffer {name} of shape {tuple(value.shape)}"
             )
-        with torch.no_grad():
-            buffers[name].copy_(value)
+        if not bool(value.isfinite().all()):
+            raise MaskError(f"the masks' statistics {name} contain NaN or infinity: recalibrate again")
+    return buffers

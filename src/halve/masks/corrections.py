@@ -8,10 +8,12 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 
 from halve.errors import MaskError
 from halve.masks.digests import dtypes_of
 
+NORMS = (_BatchNorm, nn.LayerNorm, nn.GroupNorm)
 Corrections = Mapping[str, Tensor]
 
 
@@ -39,6 +41,8 @@ def corrected(tensor: Tensor, pair: Tensor, *, applied: bool = False) -> Tensor:
     (tensor([1.5000, 2.0000]), tensor([1.7500, 2.0000]))
     """
     before, after = pair[0].to(tensor.device), pair[1].to(tensor.device)
+    if torch.equal(tensor.float(), before):  # also in double precision, which a pair does not have
+        return after.to(tensor.dtype)
     for dtype in dtypes_of(pair.dtype):
         if torch.equal(tensor, before.to(dtype).to(tensor.dtype)):
             return after.to(dtype).to(tensor.dtype)
@@ -49,12 +53,22 @@ def corrected(tensor: Tensor, pair: Tensor, *, applied: bool = False) -> Tensor:
 
 def correct_(copy: nn.Module, corrections: Corrections, *, applied: bool = False) -> None:
     """Correct the tensors of a model in place. Raises `MaskError` if the corrections are for another model."""
-    named = [*copy.named_parameters(remove_duplicate=False), *copy.named_buffers(remove_duplicate=False)]
-    tensors = dict(named)
+    tensors = check_corrections(copy, corrections)
+    with torch.no_grad():
+        for name, pair in corrections.items():
+            tensors[name].copy_(corrected(tensors[name], pair, applied=applied))
+
+
+def check_corrections(model: nn.Module, corrections: Corrections) -> dict[str, Tensor]:
+    """The tensors to correct, by name. Raises `MaskError` if one is not the scale or shift of a norm of this shape."""
+    modules = dict(model.named_modules(remove_duplicate=False))
+    tensors: dict[str, Tensor] = {}
     for name, pair in corrections.items():
-        tensor = tensors.get(name)
+        owner, _, key = name.rpartition(".")
+        norm = modules.get(owner)
+        tensor = norm._parameters.get(key) if isinstance(norm, NORMS) else None
         if tensor is None or tensor.shape != pair.shape[1:] or not tensor.is_floating_point():
-            got = "does not exist" if tensor is None else f"has shape {tuple(tensor.shape)} and type {tensor.dtype}"
+            got = "is no scale or shift of a norm" if tensor is None else f"has shape {tuple(tensor.shape)}"
             raise MaskError(f"the masks' corrections are for another model: {name} {got} in this one")
-        with torch.no_grad():
-            tensor.copy_(corrected(tensor, pair, applied=applied))
+        tensors[name] = tensor
+    return tensors

@@ -5,8 +5,10 @@ variants can run a layer, times them, and keeps weights packed for the families 
 """
 
 import enum
+import functools
+import json
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar, NamedTuple
@@ -70,6 +72,50 @@ class Link(NamedTuple):
     inputs: tuple[int, ...]
 
 
+class ChainedLayer(NamedTuple):
+    """A layer of a chain: see `Link`."""
+
+    operation: str  # as JSON
+    kernel: Kernel
+    names: tuple[str, ...]  # of its packed tensors
+    inputs: tuple[int, ...]
+
+
+class ChainDescription(NamedTuple):
+    """What a chain computes."""
+
+    layers: tuple[ChainedLayer, ...]
+    outputs: tuple[int, ...]
+
+    def to_json(self) -> str:
+        return json.dumps(self)
+
+    @staticmethod
+    @functools.lru_cache(4096)
+    def from_json(text: str) -> "ChainDescription":
+        layers, outputs = json.loads(text)
+        return ChainDescription(
+            tuple(
+                ChainedLayer(operation, Kernel(*kernel), tuple(names), tuple(inputs))
+                for operation, kernel, names, inputs in layers
+            ),
+            tuple(outputs),
+        )
+
+    def links(self, packed: Iterable[Tensor]) -> list[Link]:
+        """The layers with their packed tensors."""
+        tensors = iter(packed)
+        return [
+            Link(
+                Operation.from_json(layer.operation),
+                layer.kernel,
+                {name: next(tensors) for name in layer.names},
+                layer.inputs,
+            )
+            for layer in self.layers
+        ]
+
+
 class KernelFamily(ABC):
     """A set of kernels that share their source and the packed form of the weights.
 
@@ -130,13 +176,15 @@ class KernelFamily(ABC):
         """Whether the layer can be part of a chain for an input of this shape."""
         return False
 
-    def run_chain(self, inputs: Sequence[Tensor], links: Sequence[Link], outputs: Sequence[int]) -> list[Tensor] | None:
+    def run_chain(
+        self, inputs: Sequence[Tensor], packed: Sequence[Tensor], chain: ChainDescription
+    ) -> list[Tensor] | None:
         """Compute several layers of families with the same `chain` in one call; None if these inputs need single calls.
 
         Args:
             inputs: of the chain, in any layout.
-            links: its layers.
-            outputs: which values are results.
+            packed: the packed tensors of all layers.
+            chain: its layers.
         """
         return None
 

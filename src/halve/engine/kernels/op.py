@@ -5,15 +5,12 @@ kernel family directly. `halve::run_chain` runs several layers: an operator take
 kernels can keep more in the cache if they know what comes next.
 """
 
-import functools
-import json
-from collections.abc import Iterable, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from halve.engine.kernels.kernel import Kernel, KernelFamily, Link
+from halve.engine.kernels.kernel import ChainDescription, Kernel, KernelFamily
 from halve.engine.kernels.registry import FAMILIES
 from halve.engine.operations import Operation
 from halve.errors import EngineError
@@ -45,58 +42,13 @@ def _fake(
     return _family(family).fake(inputs, tensors, Operation.from_json(operation))
 
 
-class ChainedLayer(NamedTuple):
-    """A layer of a chain: see `Link`."""
-
-    operation: str  # as JSON
-    kernel: Kernel
-    names: tuple[str, ...]  # of its packed tensors
-    inputs: tuple[int, ...]
-
-
-class ChainDescription(NamedTuple):
-    """What a chain computes."""
-
-    layers: tuple[ChainedLayer, ...]
-    outputs: tuple[int, ...]
-
-    def to_json(self) -> str:
-        return json.dumps(self)
-
-    @staticmethod
-    @functools.lru_cache(256)
-    def from_json(text: str) -> "ChainDescription":
-        layers, outputs = json.loads(text)
-        return ChainDescription(
-            tuple(
-                ChainedLayer(operation, Kernel(*kernel), tuple(names), tuple(inputs))
-                for operation, kernel, names, inputs in layers
-            ),
-            tuple(outputs),
-        )
-
-    def links(self, packed: Iterable[Tensor]) -> list[Link]:
-        """The layers with their packed tensors."""
-        tensors = iter(packed)
-        return [
-            Link(
-                Operation.from_json(layer.operation),
-                layer.kernel,
-                {name: next(tensors) for name in layer.names},
-                layer.inputs,
-            )
-            for layer in self.layers
-        ]
-
-
 @torch.library.custom_op("halve::run_chain", mutates_args=())
 def run_chain(inputs: Sequence[Tensor], packed: Sequence[Tensor], description: str) -> list[Tensor]:
     chain = ChainDescription.from_json(description)
-    links = chain.links(packed)
-    results = _family(chain.layers[0].kernel.family).run_chain(inputs, links, chain.outputs)
+    results = _family(chain.layers[0].kernel.family).run_chain(inputs, packed, chain)
     if results is None:
         values = [*inputs]
-        for link in links:
+        for link in chain.links(packed):
             family = _family(link.kernel.family)
             given = family.laid_out([values[number] for number in link.inputs], link.operation)
             values.append(family.run(given, link.packed, link.operation, link.kernel.variant))

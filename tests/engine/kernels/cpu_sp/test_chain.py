@@ -1,6 +1,7 @@
 """Chains compute exactly what their layers do one by one, and touch only their buffers."""
 
 import gc
+import threading
 import weakref
 from dataclasses import replace
 
@@ -10,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halve.engine.kernels.cpu_sp import chain
-from halve.engine.kernels.cpu_sp.chain import Chain, can_join, run_chain
+from halve.engine.kernels.cpu_sp.chain import Chain, can_join
 from halve.engine.kernels.cpu_sp.family import CpuPool
-from halve.engine.kernels.kernel import Kernel, Link
+from halve.engine.kernels.kernel import ChainDescription, ChainedLayer, Kernel, Link
 from halve.engine.operations import Convolution, Linear, MaxPool, PooledConvolution
 from halve.errors import EngineError
 from tests.engine.kernels.cpu_sp.layers import FAMILIES, Guarded, in_child, random, weights_of
@@ -33,6 +34,24 @@ def link(operation, inputs, family="cpu_sp", dtype=torch.float32):
     layer = operation.convolution if isinstance(operation, PooledConvolution) else operation
     packed = FAMILIES[family].pack(operation, weights_of(layer, family, dtype))
     return Link(operation, Kernel(family, "avx512"), packed, inputs)
+
+
+def described(links, outputs):
+    """The description of a chain, and its tensors."""
+    layers = [ChainedLayer(one.operation.to_json(), one.kernel, tuple(one.packed), one.inputs) for one in links]
+    text = ChainDescription(tuple(layers), tuple(outputs)).to_json()
+    return ChainDescription.from_json(text), [tensor for one in links for tensor in one.packed.values()]
+
+
+def run_chain(inputs, links, outputs):
+    description, packed = described(links, outputs)
+    return chain.run_chain(inputs, packed, description)
+
+
+def chain_of(links, outputs):
+    """The chain that ran last with these layers."""
+    description, packed = described(links, outputs)
+    return chain._chains[id(packed[0]), id(description)]
 
 
 def residual_network(dtype=torch.float32):
@@ -116,6 +135,26 @@ def test_chains_of_any_form(layers, images, size, inputs, data):
         assert torch.equal(y, expected)
 
 
+def test_several_python_threads_at_once(threads):
+    threads(2)
+    links, wrong = residual_network(), []
+    images = [random(2, 3, 64, 64, seed=seed) for seed in range(3)]
+    expected = [one_by_one([x], links, (7,))[0] for x in images]
+
+    def run(number):
+        for _ in range(20):
+            [y] = run_chain([images[number]], links, (7,))
+            if not torch.equal(y, expected[number]):
+                wrong.append(number)
+
+    running = [threading.Thread(target=run, args=(number,)) for number in range(3)]
+    for one in running:
+        one.start()
+    for one in running:
+        one.join()
+    assert not wrong
+
+
 def test_linear_layers(threads):
     threads(2)
     links = [link(Linear(40, 16, "relu"), (0,)), link(Linear(16, 40, scaled=True), (1, 0))]
@@ -131,7 +170,7 @@ def test_code_touches_only_its_buffers(shape, dtype, at_end, threads):
     links = residual_network(dtype)
     x = random(*shape).to(dtype)
     expected = one_by_one([x], links, (7, 3))
-    prepared = Chain(1, links, (7, 3))._prepare([x])
+    prepared = Chain(1, *described(links, (7, 3))).prepare([x])
 
     def run():  # in a process without threads: a schedule for two of them must get through with one
         torch.set_num_threads(1)
@@ -175,7 +214,8 @@ def test_changed_weights_are_noticed_and_chains_go_with_their_weights():
     links[0].packed["values"].mul_(2)
     [after] = run_chain([x], links, (2,))
     assert not torch.equal(before, after)
-    found = weakref.ref(chain._chain_for(1, links, (2,)))
+    found = weakref.ref(chain_of(links, (2,)))
+    assert found() is not None
     del links
     gc.collect()
     assert found() is None
@@ -186,4 +226,4 @@ def test_a_chain_forgets_old_shapes(monkeypatch):
     links = [link(conv(8, 8), (0,)), link(conv(8, 8), (1,))]
     for width in range(1, 9):
         assert run_chain([random(1, 8, 3, width)], links, (2,))[0].shape == (1, 8, 3, width)
-    assert len(chain._chain_for(1, links, (2,))._prepared) <= 3
+    assert len(chain_of(links, (2,))._prepared) <= 3

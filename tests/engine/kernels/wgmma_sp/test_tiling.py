@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from halve.engine.kernels.wgmma_sp.packing import taps
-from halve.engine.kernels.wgmma_sp.tiling import SHARED_BYTES, TILES, Tile, supported, tiling
+from halve.engine.kernels.wgmma_sp.tiling import SHARED_BYTES, TILES, Shortcut, Tile, supported, tiling
 from halve.engine.operations import Convolution
 from tests.random_masks import random
 
@@ -129,6 +129,13 @@ def test_layers_of_common_networks_are_supported():
 def test_images_that_are_too_wide_do_not_fit():
     plan = tiling(conv(), (1, 8, 400), Tile(1, 256), sparse=True, residual=False, processors=132)
     assert plan is None
+
+
+def test_shortcuts_that_are_too_wide_do_not_fit():
+    options = {"sparse": True, "residual": False, "processors": 132}
+    for stride, fits in ((1, True), (2, False)):  # the copy engine steps over at most 256 columns
+        found = tiling(conv(), (1, 28, 160), Tile(1, 256), **options, shortcut=Shortcut(8, stride))
+        assert (found is not None) == fits
 
 
 def test_weights_that_fit_stay_in_shared_memory():

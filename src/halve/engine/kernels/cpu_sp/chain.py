@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdRef
 
-from halve.engine.kernels.cpu_sp.features import AVX512, arithmetic_for
+from halve.engine.kernels.cpu_sp.features import AVX512
 from halve.engine.kernels.cpu_sp.geometry import Geometry, geometry, splitting
 from halve.engine.kernels.cpu_sp.memory import empty
 from halve.engine.kernels.cpu_sp.packing import Packed
@@ -29,7 +29,7 @@ from halve.engine.kernels.cpu_sp.program import (
     sources_of,
 )
 from halve.engine.kernels.cpu_sp.worker import LANES, Operand, Phase, Schedule, Together
-from halve.engine.kernels.kernel import Link
+from halve.engine.kernels.kernel import ChainDescription
 from halve.engine.kernels.planes import has_rows, pitch_for, strides_of, to_planes
 from halve.engine.operations import Convolution, Linear, MaxPool, Operation, PooledConvolution
 from halve.errors import EngineError
@@ -52,25 +52,26 @@ def can_join(operation: Operation, shape: Sequence[int]) -> bool:
     return window.direct or window.halves is not None
 
 
-def run_chain(inputs: Sequence[Tensor], links: Sequence[Link], outputs: Sequence[int]) -> list[Tensor] | None:
-    """Run layers on inputs of any layout. None if some layer cannot be part of a chain, or dtypes differ."""
-    shapes = [tuple(x.shape) for x in inputs]
-    if len({x.dtype for x in inputs}) > 1 or arithmetic_for(inputs[0].dtype, AVX512) is None:
-        return None
-    for link in links:
-        if not all(0 <= number < len(shapes) for number in link.inputs):
-            raise EngineError(f"a chain reads value {max(link.inputs)} before it is there")
-        shapes.append(_checked_shape(link.operation, [shapes[number] for number in link.inputs]))
-        if not can_join(link.operation, shapes[link.inputs[0]]):
-            return None
-    return _chain_for(len(inputs), links, outputs).run(inputs)
+def run_chain(inputs: Sequence[Tensor], packed: Sequence[Tensor], chain: ChainDescription) -> list[Tensor] | None:
+    """Run layers on inputs of any layout. None if some layer cannot be part of a chain, or dtypes differ.
+
+    Emits code on first use, and again if weights have changed.
+    """
+    sources = sources_of(packed)
+    key = (id(packed[0]) if packed else 0, id(chain))
+    found = _chains.get(key)
+    if found is None or found.sources != sources or found.description is not chain:
+        with _lock:
+            found = Chain(len(inputs), chain, packed, sources)
+            _chains[key] = found
+            if packed:
+                found.reference = WeakIdRef(packed[0], lambda _: _chains.pop(key, None))
+    return found.run(inputs)
 
 
 def _checked_shape(operation: Operation, shapes: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
     """The shape of a result. Raises `EngineError` if inputs do not fit the layer."""
     shape, residual = shapes[0], shapes[1] if len(shapes) > 1 else None
-    if isinstance(operation, PooledConvolution):
-        return _checked_shape(operation.pool, [checked_out_shape(operation.convolution, shape, None)])
     if isinstance(operation, Convolution | Linear):
         return checked_out_shape(operation, shape, residual)
     if len(shape) != 4 or min(shape) < 1:
@@ -98,40 +99,60 @@ class _Link(NamedTuple):
 class Chain:
     """Layers that run one after the other, in one dtype."""
 
-    def __init__(self, inputs: int, links: Sequence[Link], outputs: Sequence[int]) -> None:
+    reference: object = None  # to a tensor that it lives as long as
+
+    def __init__(
+        self, inputs: int, description: ChainDescription, packed: Sequence[Tensor], sources: tuple[object, ...] = ()
+    ) -> None:
         """Emit the code of all layers.
 
         Args:
             inputs: number of inputs.
-            links: the layers.
-            outputs: which values are results of the chain.
+            description: the layers.
+            packed: their packed tensors.
+            sources: what identifies these.
         """
-        self._inputs, self._outputs = inputs, tuple(outputs)
+        self.description, self.sources = description, sources
+        self._outputs = description.outputs
+        links = description.links(packed)
         self._links: list[_Link] = []
         extra = itertools.count(inputs + len(links))  # results of convolutions that are pooled
         for number, link in enumerate(links):
             result, operation = inputs + number, link.operation
+            if not all(0 <= value < result for value in link.inputs):
+                raise EngineError(f"a chain reads value {max(link.inputs)} before it is there")
             if isinstance(operation, MaxPool):
                 self._links.append(_Link(operation, link.inputs, result))
                 continue
             pooled = isinstance(operation, PooledConvolution)
             layer = operation.convolution if isinstance(operation, PooledConvolution) else operation
-            packed = Packed(link.packed["values"], link.packed.get("codes"))
-            program = program_for(layer, packed, link.packed.get("bias"), link.packed.get("scale"), AVX512)  # type: ignore[arg-type]
+            weights = Packed(link.packed["values"], link.packed.get("codes"))
+            program = program_for(layer, weights, link.packed.get("bias"), link.packed.get("scale"), AVX512)  # type: ignore[arg-type]
             self._links.append(_Link(program, link.inputs, next(extra) if pooled else result))
             if isinstance(operation, PooledConvolution):
                 self._links.append(_Link(operation.pool, (self._links[-1].result,), result))
-        self._prepared: dict[object, _Prepared] = {}
+        self._prepared: dict[object, _Prepared | None] = {}
+        self._in_rows, self._channel_dims = [], []
+        for number in range(inputs):  # layers read planes, or at least rows if they split the input into planes anyway
+            users = [link for link in self._links if number in link.inputs]
+            strided = all(getattr(link.operation, "stride", (1, 1)) != (1, 1) for link in users)
+            self._in_rows.append(strided and not any(number in link.inputs[1:] for link in users))
+            self._channel_dims.append(users[0].operation.channel_dim)
 
-    def run(self, inputs: Sequence[Tensor]) -> list[Tensor]:
-        """The outputs, for inputs of one dtype. They must be checked by whoever calls."""
-        given = [self._laid_out(number, x) for number, x in enumerate(inputs)]
-        key = (tuple((x.shape, x.stride()) for x in given), given[0].dtype, torch.get_num_threads())
-        prepared = self._prepared.get(key)
-        if prepared is None:
+    def run(self, inputs: Sequence[Tensor]) -> list[Tensor] | None:
+        """The outputs; None if a layer cannot be part of a chain on these inputs."""
+        given = [
+            x if in_rows and has_rows(x) else to_planes(x, dim)
+            for x, in_rows, dim in zip(inputs, self._in_rows, self._channel_dims, strict=True)
+        ]
+        key = (tuple((x.shape, x.stride(), x.dtype) for x in given), torch.get_num_threads())
+        if key not in self._prepared:
             if len(self._prepared) >= _MAX_SHAPES:
                 self._prepared.clear()
-            prepared = self._prepared[key] = self._prepare(given)
+            self._prepared[key] = self.prepare(given)
+        prepared = self._prepared[key]
+        if prepared is None:
+            return None
         storages = [empty(result.numbers, given[0].dtype) for result in prepared.results]
         memory = empty(prepared.bytes, torch.uint8)
         prepared.schedule(*(x.data_ptr() for x in (*given, *storages, memory)))
@@ -140,34 +161,21 @@ class Chain:
             for storage, result in zip(storages, prepared.results, strict=True)
         ]
 
-    def _laid_out(self, number: int, x: Tensor) -> Tensor:
-        """An input as layers read it: as planes, or at least in rows if it is split into planes anyway."""
-        users = [link for link in self._links if number in link.inputs]
-        strided = all(getattr(link.operation, "stride", (1, 1)) != (1, 1) for link in users)
-        split = strided and not any(number in link.inputs[1:] for link in users)
-        return x if split and has_rows(x) else to_planes(x, users[0].operation.channel_dim)
+    def prepare(self, inputs: Sequence[Tensor]) -> "_Prepared | None":
+        """How to run on inputs like these, stored as planes. Raises `EngineError` if they do not fit the layers."""
+        shapes = {number: tuple(x.shape) for number, x in enumerate(inputs)}
+        for link in self._links:
+            given = [shapes[value] for value in link.inputs]
+            shapes[link.result] = _checked_shape(link.operation, given)
+            if not can_join(link.operation, given[0]):
+                return None
+        if len({x.dtype for x in inputs}) > 1:
+            return None
+        return _Plan(self._links, self._outputs, inputs, shapes).prepared()
 
-    def _prepare(self, inputs: Sequence[Tensor]) -> "_Prepared":
-        return _Plan(self._links, self._outputs, inputs).prepared()
 
-
-_chains: dict[tuple[int, ...], tuple[object, tuple[object, ...], Chain]] = {}
+_chains: dict[tuple[int, int], Chain] = {}
 _lock = threading.Lock()
-
-
-def _chain_for(inputs: int, links: Sequence[Link], outputs: Sequence[int]) -> Chain:
-    """The chain of these layers. Emits code on first use, and again if weights have changed."""
-    tensors = [tensor for link in links for tensor in link.packed.values()]
-    key = tuple(map(id, tensors))
-    found = _chains.get(key)
-    sources = sources_of(tensors)
-    about = (inputs, tuple((link.operation, link.inputs) for link in links), tuple(outputs), sources)
-    if found is not None and found[1] == about:
-        return found[2]
-    with _lock:
-        chain = Chain(inputs, links, outputs)
-        _chains[key] = WeakIdRef(tensors[0], lambda _: _chains.pop(key, None)), about, chain
-        return chain
 
 
 class _Result(NamedTuple):
@@ -209,13 +217,17 @@ class _Memory:
 class _Plan:
     """Puts values into memory, and layers into phases."""
 
-    def __init__(self, links: Sequence[_Link], outputs: Sequence[int], inputs: Sequence[Tensor]) -> None:
+    def __init__(
+        self,
+        links: Sequence[_Link],
+        outputs: Sequence[int],
+        inputs: Sequence[Tensor],
+        shapes: dict[int, tuple[int, ...]],
+    ) -> None:
+        self._shapes = shapes
         self._links, self._outputs, self._given = links, outputs, inputs
         self._size = inputs[0].element_size()
         self._workers = torch.get_num_threads()
-        self._shapes = {number: tuple(x.shape) for number, x in enumerate(inputs)}
-        for link in links:
-            self._shapes[link.result] = tuple(link.operation.out_shape(self._shapes[link.inputs[0]]))
         self._last_use = {value: at for at, link in enumerate(links) for value in (*link.inputs, link.result)}
         self._memory = _Memory()
         self._block = len(inputs) + len(outputs)  # the number of its address

@@ -18,7 +18,7 @@ from halve.engine.kernels.cpu_sp.pool import MAX_TAPS, max_pool
 from halve.engine.kernels.cpu_sp.program import known_program, program_for
 from halve.engine.kernels.cpu_sp.version import version
 from halve.engine.kernels.cpu_sp.worker import LANES
-from halve.engine.kernels.kernel import KernelFamily, Layout, Link, Piece
+from halve.engine.kernels.kernel import ChainDescription, KernelFamily, Layout, Piece
 from halve.engine.kernels.planes import has_rows
 from halve.engine.operations import Convolution, Linear, MaxPool, Operation, PooledConvolution, Tensors
 
@@ -45,8 +45,10 @@ class _OnPlanes(KernelFamily):
     def can_join(self, operation: Operation, shape: Sequence[int]) -> bool:
         return can_join(operation, shape)  # where there is no AVX-512, layers run one by one
 
-    def run_chain(self, inputs: Sequence[Tensor], links: Sequence[Link], outputs: Sequence[int]) -> list[Tensor] | None:
-        return run_chain(inputs, links, outputs) if all(x.numel() and self.runs(x) for x in inputs) else None
+    def run_chain(
+        self, inputs: Sequence[Tensor], packed: Sequence[Tensor], chain: ChainDescription
+    ) -> list[Tensor] | None:
+        return run_chain(inputs, packed, chain) if all(x.numel() and _has_avx512(x) for x in inputs) else None
 
 
 class _Cpu(_OnPlanes):

@@ -125,13 +125,15 @@ class Schedule:
         self._phases = [*outer, *inner]  # their arrays must live as long as their addresses are used
         call = [0, _PHASE_BYTES * len(outer), *itertools.chain.from_iterable(map(_values, self._phases))]
         self._call = np.array(call, np.int64)
-        self._places, self._addresses = [], []  # of operands
+        places, self._addresses = [], []  # of operands
         for number, phase in enumerate(self._phases):
             for name in _OPERANDS:
                 operand = getattr(phase, name)
                 if operand is not None:
-                    self._places.append(len(_HEADER) + number * len(FIELDS) + FIELDS.index(name))
+                    places.append(len(_HEADER) + number * len(FIELDS) + FIELDS.index(name))
                     self._addresses.append(operand.address)
+
+        self._places = np.array(places)
 
     def __call__(self, *addresses: int) -> None:
         """Run on memory at these addresses. What is written are planes of whole vectors."""

@@ -203,6 +203,9 @@ def _fit(
     planes = [(row % stride, column % stride) for row, column in order]
     begins = sum(1 << i for i, plane in enumerate(planes) if i == 0 or plane != planes[i - 1])
     box_pixels, stored_pixels = math.prod(split.box), math.prod(split.stored)
+    shortcut_box = (split.pixels, 1, 1) if split.flat else split.stored
+    if shortcut is not None and max(shortcut_box[:2]) * shortcut.stride > _MAX_BOX:
+        return None
     in_place = _in_place(tile)
     if in_place and split.pixels > box_pixels and max(shifts) > 0:
         return None  # storing would write to the margin behind the box
@@ -267,7 +270,7 @@ def _fit(
         pitch=split.pitch,
         box=split.box,
         stored=split.stored,
-        shortcut_box=(split.pixels, 1, 1) if split.flat else split.stored,
+        shortcut_box=shortcut_box,
         planes=begins.bit_count(),
         begins=begins,
         shifts=tuple(shifts),
