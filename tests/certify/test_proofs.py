@@ -155,6 +155,12 @@ def test_a_forged_proof_does_not_hold(model, masks, pictures):
         ({"reuse": 1e-3, "share": 0.9}, "cannot be combined with another statement"),
         ({"region": 0.1, "mean": [0.5]}, "belong together"),
         ({"reuse": 1e-3, "layers": "nothing"}, "matches no layer"),
+        ({"reuse": 1e-3, "device": "tpu"}, "device must be 'cpu' or 'cuda', got 'tpu'"),
+        pytest.param(
+            {"reuse": 1e-3, "device": "cuda"},
+            "needs a CUDA GPU",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
     ],
 )
 def test_wrong_options(model, masks, pictures, options, message):
