@@ -1,21 +1,24 @@
 """Bound random networks, and search for inputs and updates that break the bounds: there must be none.
 
-    python benchmarks/soundness.py --cases 100000
+    python benchmarks/soundness.py --cases 100000 [--processes 12] [--seconds 200]
 
 A case is a random network of all operators that have bounds, an image, and a box around it or a box around the weights
 of some layers. Its bounds, with and without tightening and optimising, must not exceed the margin of any input or
 update that sampling and projected gradient descent find. Continues after the networks that the record has, and writes
-benchmarks/results/soundness.json.
+it after each: benchmarks/results/soundness.json.
 """
 
 import argparse
 import datetime
 import json
+import math
+import multiprocessing
 import platform
 import random
 import sys
 import time
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -28,6 +31,7 @@ from halve.certify.changes import WeightBox
 from halve.certify.crown import Bounds
 from halve.certify.network import Network, network_of
 from halve.certify.rounding import Interval, around
+from halve.masks.storage import write_atomically
 from halve.version import VERSION
 
 RESULT = Path(__file__).parent / "results" / "soundness.json"
@@ -171,7 +175,7 @@ def cases(seed: int, count: int) -> Iterator[Case]:
 
 
 def _inputs(model: nn.Module, captured: Network, x: Tensor, label: int, size: float, rng: random.Random) -> Case:
-    box = around(x, torch.full_like(x, size))
+    box = around(x[None], torch.full_like(x[None], size))
     generator = torch.Generator().manual_seed(rng.randrange(10**9))
     share = torch.rand(16, *x.shape, generator=generator, dtype=torch.float64)
     share[:8] = share[:8].round()  # corners
@@ -192,42 +196,61 @@ def _weights(model: nn.Module, captured: Network, x: Tensor, label: int, size: f
         moved = {f"{name}.weight": weights[name] + radii[name] * signs[name] for name in names}
         found = min(found, float(margin_of(torch.func.functional_call(model, moved, (x[None],))[0], label)))
     changes = {name: WeightBox(radius) for name, radius in radii.items()}
-    return Case("weights", size, _bounds(captured, Interval(x, x), changes, label, rng), found)
+    return Case("weights", size, _bounds(captured, Interval(x[None], x[None]), changes, label, rng), found)
 
 
 def _bounds(
     captured: Network, box: Interval, changes: dict[str, WeightBox], label: int, rng: random.Random
 ) -> dict[str, float]:
     tight = Bounds(captured, box, changes)
-    found = {"CROWN": tight.margin(label)}
-    found["intervals inside"] = Bounds(captured, box, changes, tighten=False).margin(label)
+    found = {"CROWN": tight.margins([label])[0]}
+    found["intervals inside"] = Bounds(captured, box, changes, tighten=False).margins([label])[0]
     if rng.random() < 0.2:
-        found["optimised"] = tight.margin(label, optimise=True)
+        found["optimised"] = tight.margins([label], optimise=True)[0]
+        inside = Bounds(captured, box, changes, steps=2, known=tight.values)
+        found["optimised inside"] = inside.margins([label], optimise=True)[0]
     return found
+
+
+def checked(seed: int, count: int) -> dict[str, Any]:
+    """What came of the cases of one network."""
+    torch.set_num_threads(1)
+    started, found = time.perf_counter(), list(cases(seed, count))
+    return {
+        "cases": len(found),
+        "proven": sum(case.bounds["CROWN"] > 0 for case in found),
+        "seconds": time.perf_counter() - started,
+        "broken": [{"network": seed, **asdict(case)} for case in found if case.broken],
+    }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--cases", type=int, default=100_000, help="in all, with those of the record")
-    parser.add_argument("--per-network", type=int, default=200)
+    parser.add_argument("--per-network", type=int, default=100)
+    parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
     parser.add_argument("--out", type=Path, default=RESULT)
     arguments = parser.parse_args()
-    torch.set_num_threads(1)
     fresh: dict[str, Any] = {"networks": 0, "cases": 0, "proven": 0, "seconds": 0.0, "broken": []}
     result = json.loads(arguments.out.read_text()) if arguments.out.exists() else fresh
-    started = time.perf_counter()
-    while result["cases"] < arguments.cases and time.perf_counter() - started < arguments.seconds:
-        for case in cases(result["networks"], arguments.per_network):
-            result["cases"] += 1
-            result["proven"] += case.bounds["CROWN"] > 0
-            if case.broken:
-                result["broken"].append({"network": result["networks"], **asdict(case)})
+    deadline, first = time.perf_counter() + arguments.seconds, result["networks"]
+    left = -(-(arguments.cases - result["cases"]) // arguments.per_network)
+    workers = ProcessPoolExecutor(arguments.processes, multiprocessing.get_context("spawn"))
+    waiting = [workers.submit(checked, first + index, arguments.per_network) for index in range(left)]
+    for one in waiting:  # in order, so that a later run knows where to continue
+        try:
+            found = one.result(max(0.0, deadline - time.perf_counter()) if math.isfinite(deadline) else None)
+        except TimeoutError:
+            break
         result["networks"] += 1
-    result["seconds"] = round(result["seconds"] + time.perf_counter() - started, 1)
-    result["versions"] = {"halve": VERSION, "python": platform.python_version(), "torch": torch.__version__}
-    result["date"] = datetime.date.today().isoformat()
-    arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+        for key, value in found.items():
+            result[key] = result[key] + value
+        result["seconds"] = round(result["seconds"], 1)
+        result["versions"] = {"halve": VERSION, "python": platform.python_version(), "torch": torch.__version__}
+        result["date"] = datetime.date.today().isoformat()
+        write_atomically(arguments.out, f"{json.dumps(result, indent=2)}\n".encode())
+    workers.shutdown(cancel_futures=True)
     print(json.dumps(result, indent=2))
     sys.exit(1 if result["broken"] else 0)
 

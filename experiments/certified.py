@@ -40,7 +40,9 @@ def _panel(x: float, title: str, record: dict[str, Any], scale: float, most: flo
     found = [one for one in record["per_image"] if one["agree"]]
     lines = (("radius", "halve", "certified"), ("attack_radius", "magnitude", "not flipped by an attack"))
     for row, (key, kind, name) in enumerate(lines):
-        radii = sorted(scale * one[key] for one in found)
+        radii = sorted(scale * one[key] for one in found if key in one)
+        if not radii:
+            continue
         parts.append(f'<path class="{CURVES[kind]}" d="{_steps(radii, x, width, most)}"/>')
         parts.append(f'<rect class="{kind}" x="{x + 190 * row:g}" y="318" width="14" height="14" rx="3"/>')
         parts.append(f'<text x="{x + 190 * row + 22:g}" y="330">{name}</text>')

@@ -1,11 +1,14 @@
 """What can be certified on real networks, and how far attacks get: flips, regions, updates of the weights.
 
-    python experiments/certify.py ASSETS MASKS --run digits_region_2 [--seconds 200]
-    python experiments/certify.py ASSETS MASKS --list
+    python experiments/certify.py SUBJECTS --prepare ASSETS                # once: networks, masks and images
+    python experiments/certify.py SUBJECTS --run digits_region_2 [--device cuda] [--seconds 200] [--out FILE]
+    python experiments/certify.py SUBJECTS --run digits_region_2 --attack  # afterwards, on a CPU
+    python experiments/certify.py --list
 
-ASSETS has the layout of one_shot.py. MASKS is a folder for the networks and masks that are made on first use: digits
-and ResNet-20 with learned masks, ResNet-50 with the largest weights and recalibrated statistics. A run continues where
-an earlier one stopped, image by image. Writes one record per run to experiments/results/certify.json.
+SUBJECTS is a folder that --prepare fills: networks, their masks and test images in random order. ASSETS has the layout
+of one_shot.py. Digits and ResNet-20 get learned masks, ResNet-50 keeps the largest weights, with recalibrated
+statistics. A run continues where an earlier one with the same masks stopped, and writes its record after every few
+images, by default to experiments/results/certify.json.
 """
 
 import argparse
@@ -14,22 +17,25 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import halve
 from halve.certify.attack import attack_input, attack_weights, margin_of
 from halve.certify.changes import WeightBox
-from halve.certify.crown import Bounds, OutOfTime, proven_margin
+from halve.certify.crown import Bounds, Margin, OutOfTime, proven_margins
+from halve.certify.digests import digest_of_masks
 from halve.certify.lemmas import norm
 from halve.certify.network import Network, network_of
 from halve.certify.operators import Layer, Linear
+from halve.certify.proofs import at_once
 from halve.certify.region import box
 from halve.certify.reuse import chosen, largest, weight_units
 from halve.certify.rounding import Interval
@@ -41,7 +47,6 @@ from halve.sources.weights import save_state
 from halve.version import VERSION
 
 RESULTS = Path(__file__).parent / "results" / "certify.json"
-LIMIT = 200.0  # seconds for an image
 STAGE_3 = ("layer3.*", "linear")
 LAST_BLOCK = ("layer4.2.*", "fc")
 
@@ -59,21 +64,26 @@ class Run:
 
 
 RUNS = {
-    **{f"digits_region_{k}": Run("digits", "region", k / 255, 100) for k in (2, 4)},
+    **{f"digits_region_{k}": Run("digits", "region", k / 255, 100) for k in (2, 4, 8)},
     "digits_intervals_0.25": Run("digits", "region", 0.25 / 255, 100, None, "intervals"),
-    "digits_region_radius": Run("digits", "region", None, 20),
-    "digits_reuse_radius": Run("digits", "reuse", None, 20),
-    **{f"resnet20_stage3_{u}": Run("cifar_resnet20", "reuse", u, 50, STAGE_3) for u in (1e-4, 1e-3)},
-    "resnet20_all_1e-05": Run("cifar_resnet20", "reuse", 1e-5, 10),
-    "resnet20_region_0.0625": Run("cifar_resnet20", "region", 0.0625 / 255, 10),
+    "digits_region_radius": Run("digits", "region", None, 50),
+    "digits_reuse_radius": Run("digits", "reuse", None, 50),
+    **{f"resnet20_stage3_{u}": Run("cifar_resnet20", "reuse", u, 50, STAGE_3) for u in (1e-4, 1e-3, 3e-3)},
+    **{f"resnet20_all_{u}": Run("cifar_resnet20", "reuse", u, 10) for u in (1e-5, 1e-4)},
+    **{f"resnet20_region_{k}": Run("cifar_resnet20", "region", k / 255, 20) for k in (0.0625, 0.125, 0.25)},
     **{f"resnet50_last_{u}": Run("resnet50_v1", "reuse", u, 20, LAST_BLOCK) for u in (1e-4, 1e-3)},
     **{
         f"{name}_lemma_4": Run(name, "lemma 4", None, 10, None, "norms")
         for name in ("digits", "cifar_resnet20", "resnet50_v1")
     },
     "resnet20_flips": Run("cifar_resnet20", "flips", None, 10_000, None, "exact binomial"),
-    "resnet50_flips": Run("resnet50_v1", "flips", None, 1_000, None, "exact binomial"),
+    "resnet50_flips": Run("resnet50_v1", "flips", None, 500, None, "exact binomial"),
 }
+MASKS = {"digits": "learned, 1 minute on one core", "cifar_resnet20": "learned, 5 minutes on one core"}
+MASKS["resnet50_v1"] = "magnitude, recalibrated"
+CHECKPOINTS = {"cifar_resnet20": "cifar10_resnet20", "resnet50_v1": "resnet50_v1_imagenet"}
+PREPROCESSING = {"cifar_resnet20": Preprocessing(), "resnet50_v1": Preprocessing(size=224, resize=232)}
+IMAGES = {"digits": 500, "cifar_resnet20": 150, "resnet50_v1": 40}
 
 
 @dataclass(frozen=True)
@@ -82,159 +92,199 @@ class Subject:
 
     model: nn.Module
     masks: halve.MaskSet
-    mask: str
-    data: Any
+    images: Tensor
     mean: tuple[float, ...]
     std: tuple[float, ...]
 
 
-def subject(name: str, assets: Path, made: Path, count: int) -> Subject:
-    """Open a network, its masks and the first images of a random order; make what does not exist yet."""
-    path = made / f"{name}.masks.safetensors"
+def prepare(name: str, assets: Path, folder: Path) -> None:
+    """Write what `subject` reads: weights, masks and images; what exists stays."""
+    weights, masks, images = (folder / f"{name}.{end}" for end in ("safetensors", "masks.safetensors", "images"))
+    folder.mkdir(parents=True, exist_ok=True)
     if name == "digits":
-        return _digits(made, path)
-    folder = "cifar10/test" if name == "cifar_resnet20" else "in1000_dev"
-    checkpoint = "cifar10_resnet20" if name == "cifar_resnet20" else "resnet50_v1_imagenet"
-    model = load_model(f"{assets / 'zoo.py'}:{name}", assets / f"{checkpoint}.safetensors").model.float().eval()
-    size = {} if name == "cifar_resnet20" else {"size": 224, "resize": 232}
-    preprocess = Preprocessing(**size)
-    if not path.exists():
-        _make(name, model, assets, preprocess).save(path)
-    data = load_data(str(assets / folder), preprocess, batch_size=50, limit=count).loader
-    mask = "learned, 2 minutes on one core" if name == "cifar_resnet20" else "magnitude, recalibrated"
-    return Subject(model, halve.load(path), mask, data, IMAGENET_MEAN, IMAGENET_STD)
+        if not weights.exists():
+            save_state(train_digits().state_dict(), weights)
+        if not masks.exists():
+            halve.learn(_model(name, folder), digits("train").tensors[0], minutes=1).save(masks)
+        save_file({"images": digits("test").tensors[0][: IMAGES[name]].contiguous()}, images)
+        return
+    weights.write_bytes((assets / f"{CHECKPOINTS[name]}.safetensors").read_bytes())
+    (folder / "zoo.py").write_bytes((assets / "zoo.py").read_bytes())
+    if not masks.exists():
+        _masks(name, _model(name, folder), assets).save(masks)
+    data = load_data(str(assets / _test(name)), PREPROCESSING[name], batch_size=50, shuffle=True, limit=IMAGES[name])
+    save_file({"images": torch.cat([batch[0] for batch in data.loader])}, images)
 
 
-def _digits(made: Path, path: Path) -> Subject:
-    weights = made / "digits.safetensors"
-    if not weights.exists():
-        save_state(train_digits().state_dict(), weights)
-    model = DigitsResNet()
-    model.load_state_dict(load_file(weights))
-    if not path.exists():
-        halve.learn(model, digits("train").tensors[0], minutes=1).save(path)
-    images = digits("test").tensors[0]
-    return Subject(model.eval(), halve.load(path), "learned, 1 minute on one core", images, (0.5,), (0.5,))
+def _model(name: str, folder: Path) -> nn.Module:
+    if name == "digits":
+        model: nn.Module = DigitsResNet()
+        model.load_state_dict(load_file(folder / "digits.safetensors"))
+        return model.eval()
+    return load_model(f"{folder / 'zoo.py'}:{name}", folder / f"{name}.safetensors").model.float().eval()
 
 
-def _make(name: str, model: nn.Module, assets: Path, preprocess: Preprocessing) -> halve.MaskSet:
+def _test(name: str) -> str:
+    return "cifar10/test" if name == "cifar_resnet20" else "in1000_dev"
+
+
+def _masks(name: str, model: nn.Module, assets: Path) -> halve.MaskSet:
     if name == "cifar_resnet20":
-        data = load_data(str(assets / "cifar10/train"), preprocess, batch_size=128, shuffle=True).loader
-        return halve.learn(model, data, minutes=2)
-    data = load_data(str(assets / "in20_train"), preprocess, batch_size=16, limit=128, shuffle=True).loader
+        data = load_data(str(assets / "cifar10/train"), PREPROCESSING[name], batch_size=128, shuffle=True).loader
+        return halve.learn(model, data, minutes=5)
+    data = load_data(str(assets / "in20_train"), PREPROCESSING[name], batch_size=16, limit=128, shuffle=True).loader
     return halve.recalibrate(model, halve.prune(model), data)
 
 
-class Prover:
-    """Proves and attacks a statement, image by image."""
+def subject(name: str, folder: Path) -> Subject:
+    """Open a network, its masks and its images."""
+    mean, std = ((0.5,), (0.5,)) if name == "digits" else (IMAGENET_MEAN, IMAGENET_STD)
+    images = load_file(folder / f"{name}.images")["images"]
+    return Subject(_model(name, folder), halve.load(folder / f"{name}.masks.safetensors"), images, mean, std)
 
-    def __init__(self, run: Run, subject: Subject) -> None:
-        self.run, self.subject = run, subject
+
+class Prover:
+    """Proves a statement for images, and attacks it."""
+
+    def __init__(self, run: Run, subject: Subject, device: str, limit: float) -> None:
+        self.run, self.subject, self.limit = run, subject, limit
         masks = subject.masks
         masked = halve.restore_order(halve.apply(subject.model, masks), masks)
-        self.models = {
-            "masked": masked.double().eval(),
-            "dense": halve.restore_order(subject.model, masks).double().eval(),
-        }
+        self.models = {"masked": masked, "dense": halve.restore_order(subject.model, masks)}
         for model in self.models.values():
-            model.requires_grad_(False)
+            model.double().eval().to(device).requires_grad_(False)
         self.units = weight_units(self.models["dense"], masks, relative=True)
         self.networks: dict[str, Network] = {}
 
-    def network(self, name: str, image: Tensor) -> Network:
+    def network(self, name: str) -> Network:
         if name not in self.networks:
-            self.networks[name] = network_of(self.models[name], image[None])
+            self.networks[name] = network_of(self.models[name], self.subject.images[:1])
         return self.networks[name]
 
-    def prove(self, image: Tensor) -> dict[str, Any]:
-        """The outcome for an image."""
+    def prove(self, images: Tensor) -> list[dict[str, Any]]:
+        """The outcome for each of some images."""
         with torch.no_grad():
-            label = int(self.models["dense"](image[None])[0].argmax())
-            nominal = {name: float(margin_of(model(image[None])[0], label)) for name, model in self.models.items()}
-        if nominal["masked"] <= 0:
-            return {"agree": False}
-        started = time.perf_counter()
-        if self.run.size is None:
-            return {"agree": True} | self._radii(image, label) | {"seconds": time.perf_counter() - started}
-        bounds = {}
-        for name in ("masked", "dense") if self.run.statement == "region" else ("masked",):
-            bounds[name] = self._bound(name, image, label, self.run.size)
-            if bounds[name] is None or bounds[name] <= 0:
-                break
-        seconds = time.perf_counter() - started
-        known = [bound for bound in bounds.values() if bound is not None]
-        found = {name: self._attack(name, image, label, self.run.size) for name in bounds}
-        certified = len(known) == len(bounds) and min(known) > 0
-        if certified and min(found.values()) <= 0:
-            raise SystemExit(f"a certified image was attacked successfully: {bounds}, {found}")
-        last = list(bounds)[-1]
-        gap, worst = nominal[last] - (bounds[last] or -float("inf")), nominal[last] - found[last]
-        return {
-            "agree": True,
-            "certified": certified,
-            "bound": None if bounds[last] is None else bounds[last],
-            "found": found[last],
-            "nominal": nominal[last],
-            "tightness": gap / worst if worst > 0 and gap < 1e12 else None,
-            "attacked": min(found.values()) <= 0,
-            "seconds": seconds,
-        }
+            scores = {name: model(images) for name, model in self.models.items()}
+        labels = scores["dense"].argmax(1).tolist()
+        nominal = {name: [float(margin_of(*one)) for one in zip(s, labels, strict=True)] for name, s in scores.items()}
+        agree = [i for i, margin in enumerate(nominal["masked"]) if margin > 0]
+        found: list[dict[str, Any]] = [{"agree": i in agree, "label": label} for i, label in enumerate(labels)]
+        if not agree:
+            return found
+        started, some, classes = time.perf_counter(), images[agree], [labels[i] for i in agree]
+        outcomes = self._radii(some, classes) if self.run.size is None else self._margins(some, classes)
+        seconds = (time.perf_counter() - started) / len(agree)
+        for i, outcome in zip(agree, outcomes, strict=True):
+            margins = {name: margin[i] for name, margin in nominal.items()}
+            found[i] |= outcome | {"nominal": margins, "seconds": seconds}
+        return found
 
-    def _bound(self, name: str, image: Tensor, label: int, size: float) -> float | None:
-        """A lower bound of the margin; None if it took too long."""
-        network = self.network(name, image)
-        near, changes = self._set(name, image, size)
+    def _margins(self, images: Tensor, labels: list[int]) -> list[dict[str, Any]]:
+        assert self.run.size is not None
+        bounds: list[dict[str, float | None]] = [{} for _ in labels]
+        for name in self.names:
+            left = [i for i, one in enumerate(bounds) if all(bound and bound > 0 for bound in one.values())]
+            if left:
+                found = self._bounds(name, images[left], [labels[i] for i in left], [self.run.size] * len(left))
+                for i, bound in zip(left, found, strict=True):
+                    bounds[i][name] = bound
+        return [
+            {"certified": all(bound is not None and bound > 0 for bound in one.values()), "bounds": one}
+            for one in bounds
+        ]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return ("masked", "dense") if self.run.statement == "region" else ("masked",)
+
+    def _bounds(self, name: str, images: Tensor, labels: list[int], sizes: Sequence[float]) -> list[float | None]:
+        """Lower bounds of the margins; None if they took too long."""
+        near, changes = self._set(name, images, sizes)
         try:
             if self.run.method == "intervals":
-                low, high = Bounds(network, near, changes, tighten=False).values[-1]
-                return float(low[label] - torch.cat([high[:label], high[label + 1 :]]).max())
-            return proven_margin(network, near, changes, label, True, LIMIT)[0]
+                low, high = Bounds(self.network(name), near, changes, tighten=False).values[-1]
+                return [
+                    float(a[label] - torch.cat([b[:label], b[label + 1 :]]).max())
+                    for a, b, label in zip(low, high, labels, strict=True)
+                ]
+            found: list[Margin] = proven_margins(self.network(name), near, changes, labels, True, self.limit)
+            return [one.bound for one in found]
         except OutOfTime:
-            return None
+            return [None] * len(labels)
 
-    def _set(self, name: str, image: Tensor, size: float) -> tuple[Interval, dict[str, WeightBox]]:
+    def _set(self, name: str, images: Tensor, sizes: Sequence[float]) -> tuple[Interval, dict[str, WeightBox]]:
         if self.run.statement == "region":
-            return box(image, size, self.subject.mean, self.subject.std), {}
-        layers = chosen(list(self.network(name, image).layers), self.run.layers)
-        return Interval(image, image), {layer: WeightBox(size * self.units[name][layer]) for layer in layers}
+            near = [box(x[None], u, self.subject.mean, self.subject.std) for x, u in zip(images, sizes, strict=True)]
+            return Interval(torch.cat([one.low for one in near]), torch.cat([one.high for one in near])), {}
+        layers = chosen(list(self.network(name).layers), self.run.layers)
+        scale = images.new_tensor(sizes)
+        return Interval(images, images), {layer: WeightBox(self.units[name][layer], scale) for layer in layers}
+
+    def _radii(self, images: Tensor, labels: list[int]) -> list[dict[str, Any]]:
+        """The largest changes that are certified."""
+
+        def hold(which: Sequence[int], sizes: Sequence[float]) -> list[bool]:
+            good = dict(zip(which, sizes, strict=True))
+            for name in self.names:
+                left = list(good)
+                if left:
+                    bounds = self._bounds(name, images[left], [labels[i] for i in left], list(good.values()))
+                    good = {i: good[i] for i, bound in zip(left, bounds, strict=True) if bound and bound > 0}
+            return [i in good for i in which]
+
+        first = 4 / 255 if self.run.statement == "region" else 5e-3
+        radii = largest(hold, [first] * len(labels))
+        return [{"certified": radius > 0, "radius": radius} for radius in radii]
+
+    def attack(self, image: Tensor, one: dict[str, Any]) -> dict[str, Any]:
+        """What an attack finds for an image whose outcome is known: the smallest margin, or the largest change."""
+        label = one["label"]
+        if self.run.size is None:
+            first = one["radius"] or 1e-3
+
+            def hold(which: Sequence[int], sizes: Sequence[float]) -> list[bool]:
+                return [all(self._attack(name, image, label, u) > 0 for name in self.names) for u in sizes]
+
+            [kept] = largest(hold, [3 * first])
+            if kept < one["radius"]:
+                raise SystemExit(f"a certified image was attacked successfully: {one}, {kept}")
+            return {"attack_radius": kept}
+        found = {name: self._attack(name, image, label, self.run.size) for name in one["bounds"]}
+        wrong = {name for name, bound in one["bounds"].items() if bound is not None and bound > found[name]}
+        if wrong or (one["certified"] and min(found.values()) <= 0):
+            raise SystemExit(f"a certified image was attacked successfully: {one}, {found}")
+        last = list(found)[-1]
+        bound, nominal = one["bounds"][last], one["nominal"][last]
+        worst = nominal - found[last]
+        known = bound is not None and worst > 0 and nominal - bound < 1e12
+        tightness = (nominal - bound) / worst if known else None
+        return {"found": found, "tightness": tightness, "attacked": min(found.values()) <= 0}
 
     def _attack(self, name: str, image: Tensor, label: int, size: float) -> float:
-        near, changes = self._set(name, image, size)
+        near, changes = self._set(name, image[None], [size])
         if self.run.statement == "region":
             return attack_input(self.models[name], near, label)
-        radii = {layer: change.radii for layer, change in changes.items()}
+        radii = {layer: size * change.radii for layer, change in changes.items()}
         return attack_weights(self.models[name], image, label, radii)
 
-    def _radii(self, image: Tensor, label: int) -> dict[str, Any]:
-        """The largest change that is certified, and the largest for which the attack fails."""
-        region = self.run.statement == "region"
-        names = ("masked", "dense") if region else ("masked",)
-        first = 4 / 255 if region else 5e-3
-        radius = largest(lambda u: all((self._bound(name, image, label, u) or -1) > 0 for name in names), first)
-        kept = largest(lambda u: all(self._attack(name, image, label, u) > 0 for name in names), 3 * first)
-        return {"certified": radius > 0, "radius": radius, "attack_radius": kept}
 
-
-def flips(name: str, assets: Path, made: Path, count: int) -> dict[str, Any]:
-    """The flips of a network over its test images."""
-    one = subject(name, assets, made, count)
-    data: Any = one.data
-    if name == "resnet50_v1":
-        more = load_data(str(assets / "in20_val_dev"), Preprocessing(224, 232), batch_size=50).loader
-        data = [*data, *more]
+def flips(name: str, assets: Path, folder: Path) -> dict[str, Any]:
+    """The flips of a network over its test images: none of them was seen when the masks were made."""
+    one = subject(name, folder)
+    data = load_data(str(assets / _test(name)), PREPROCESSING[name], batch_size=50).loader
     started = time.perf_counter()
     found = halve.certify(one.model, one.masks, data, confidence=0.999)
     seconds = time.perf_counter() - started
     keys = ("images", "same", "agreement", "share")
-    return {key: found.result[key] for key in keys} | {"sentence": str(found), "seconds": seconds, "mask": one.mask}
+    return {key: found.result[key] for key in keys} | {"sentence": str(found), "seconds": seconds}
 
 
 def lemma_4(prover: Prover, image: Tensor) -> dict[str, Any]:
     """The telescoped sum of lemma 4 on the graph of a network, with norms of the layers, next to the margin."""
-    label = int(prover.models["dense"](image[None])[0].argmax())
-    margin = float(margin_of(prover.models["dense"](image[None])[0], label))
-    values, change = [image], [0.0]
-    pairs = zip(prover.network("masked", image).nodes[1:], prover.network("dense", image).nodes[1:], strict=True)
+    scores = prover.models["dense"](image[None])[0]
+    margin = float(margin_of(scores, int(scores.argmax())))
+    values, change = [image[None]], [0.0]
+    pairs = zip(prover.network("masked").nodes[1:], prover.network("dense").nodes[1:], strict=True)
     for masked, dense in pairs:
         inputs = [values[i] for i in dense.inputs]
         assert dense.operator is not None
@@ -245,7 +295,7 @@ def lemma_4(prover: Prover, image: Tensor) -> dict[str, Any]:
             removed = norm(masked.operator.weight - dense.operator.weight) * float(inputs[0].abs().max())
             total = norm(masked.operator.weight) * total + removed
         elif isinstance(masked.operator, Linear) and masked.operator.terms:
-            gain = float(masked.operator.apply_absolute(torch.ones_like(inputs[0])[None]).max())
+            gain = float(masked.operator.apply_absolute(torch.ones_like(inputs[0])).max())
             moved = float((masked.operator.value(inputs) - values[-1]).abs().max())  # recalibrated statistics
             total = gain * total + moved
         change.append(total)
@@ -266,77 +316,138 @@ def summary(run: Run, found: list[dict[str, Any]]) -> dict[str, Any]:
         "share_certified": sum(one["certified"] for one in agree) / len(agree),
         "seconds_per_image": statistics.mean(times),
     }
+    attacked = [one for one in agree if "attacked" in one or "attack_radius" in one]
+    result["attacks"] = len(attacked)
     if run.size is None:
         result["median_radius"] = statistics.median(one["radius"] for one in agree)
-        result["median_attack_radius"] = statistics.median(one["attack_radius"] for one in agree)
+        radii = [one["attack_radius"] for one in attacked]
+        result["median_attack_radius"] = statistics.median(radii) if radii else None
     else:
-        result["attack"] = sum(one["attacked"] for one in agree) / len(agree)
-        tightness = [one["tightness"] for one in agree if one["tightness"] is not None]
-        bounds = [one["bound"] for one in agree if one["bound"] is not None]
+        result["attack"] = sum(one["attacked"] for one in attacked) / len(attacked) if attacked else None
+        tightness = [one["tightness"] for one in attacked if one["tightness"] is not None]
+        bounds = [bound for one in agree for bound in [list(one["bounds"].values())[-1]] if bound is not None]
         result["tightness"] = statistics.median(tightness) if tightness else None
         result["median_bound"] = statistics.median(bounds) if bounds else None
-        result["out_of_time"] = sum(one["bound"] is None for one in agree)
+        result["out_of_time"] = sum(None in one["bounds"].values() for one in agree)
     return result
 
 
-def images_of(data: Any) -> list[Tensor]:
-    """Images in float64."""
-    batches = [data] if isinstance(data, Tensor) else [batch[0] for batch in data]
-    return [image.double() for batch in batches for image in batch]
+class Records:
+    """The records of all runs, in a file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def load(self) -> dict[str, dict[str, Any]]:
+        """The records so far, by run."""
+        return {one["run"]: one for one in json.loads(self._path.read_text())} if self._path.exists() else {}
+
+    def save(self, record: dict[str, Any]) -> None:
+        """Write a record; runs may share the file, each with its own records."""
+        records = self.load() | {record["run"]: record}
+        ordered = [records[name] for name in RUNS if name in records]
+        write_atomically(self._path, f"{json.dumps(ordered, indent=1)}\n".encode())
 
 
-def execute(name: str, assets: Path, made: Path, seconds: float, save: Callable[[dict[str, Any]], None]) -> None:
-    """Continue a run until it is done or the time is up."""
-    run, record = RUNS[name], load().get(name, {})
-    if run.statement == "flips":
-        save(_context(name, run) | flips(run.network, assets, made, run.images))
-        return
-    found = record.get("per_image", [])
-    one = subject(run.network, assets, made, 2 * run.images)
-    prover, started = Prover(run, one), time.perf_counter()
-    for image in images_of(one.data)[len(found) :]:
-        done = sum(outcome["agree"] for outcome in found)
-        if done >= run.images or time.perf_counter() - started > seconds:
-            break
-        found.append(lemma_4(prover, image) if run.statement == "lemma 4" else prover.prove(image))
-        save(_context(name, run) | {"mask": one.mask} | summary(run, found) | {"per_image": found})
-        print(name, found[-1], flush=True)
+@dataclass(frozen=True)
+class Settings:
+    """Where and how long to run."""
 
+    folder: Path
+    records: Records
+    device: str
+    seconds: float
+    image_seconds: float
 
-def _context(name: str, run: Run) -> dict[str, Any]:
-    unit = "pixels in 0..1" if run.statement == "region" else "of the layer's root mean square"
-    about = {"run": name, "network": run.network, "statement": run.statement, "method": run.method, "size": run.size}
-    about |= {"unit": None if run.statement == "flips" else unit, "layers": run.layers and list(run.layers)}
-    versions = {"halve": VERSION, "torch": str(torch.__version__)}
-    return about | {"threads": torch.get_num_threads(), "versions": versions, "date": str(datetime.date.today())}
+    def execute(self, name: str) -> None:
+        """Continue a run until it is done or the time is up."""
+        run, one = RUNS[name], subject(RUNS[name].network, self.folder)
+        context = self._context(name, run, one)
+        record = self.records.load().get(name, {})
+        found = record.get("per_image", []) if record.get("masks") == context["masks"] else []
+        prover, images = Prover(run, one, self.device, self.image_seconds), one.images.double().to(self.device)
+        group = 1 if run.statement == "lemma 4" else at_once(prover.network("masked"), images.device)
+        started = time.perf_counter()
+        while (done := sum(outcome["agree"] for outcome in found)) < run.images and len(found) < len(images):
+            if time.perf_counter() - started > self.seconds:
+                break
+            some = images[len(found) :][: min(group, run.images - done)]
+            found += [lemma_4(prover, some[0])] if run.statement == "lemma 4" else prover.prove(some)
+            self.records.save(context | summary(run, found) | {"per_image": found})
+            print(name, len(found), json.dumps(found[-1]), f"{time.perf_counter() - started:.1f} s", flush=True)
 
+    def attack(self, name: str) -> None:
+        """Attack the images of a run that were proven or not, in its record."""
+        run, one, record = RUNS[name], subject(RUNS[name].network, self.folder), self.records.load()[name]
+        if record["masks"] != digest_of_masks(one.masks):
+            raise SystemExit(f"the record of {name} was made with other masks")
+        prover = Prover(run, one, self.device, self.image_seconds)
+        for image, outcome in zip(one.images.double().to(self.device), record["per_image"], strict=False):
+            if outcome["agree"] and "attacked" not in outcome and "attack_radius" not in outcome:
+                outcome |= prover.attack(image, outcome)
+                self.records.save(record | summary(run, record["per_image"]))
+                print(name, json.dumps(outcome), flush=True)
 
-def load() -> dict[str, dict[str, Any]]:
-    """The records so far, by run."""
-    return {record["run"]: record for record in json.loads(RESULTS.read_text())} if RESULTS.exists() else {}
+    def _context(self, name: str, run: Run, one: Subject) -> dict[str, Any]:
+        unit = "pixels in 0..1" if run.statement == "region" else "of the layer's root mean square"
+        about: dict[str, Any] = {"run": name, "network": run.network, "statement": run.statement}
+        about |= {"method": run.method, "size": run.size, "unit": None if run.statement == "flips" else unit}
+        about |= {"layers": run.layers and list(run.layers), "mask": MASKS[run.network]}
+        device = torch.cuda.get_device_name() if self.device == "cuda" else f"CPU, {torch.get_num_threads()} thread"
+        versions = {"halve": VERSION, "torch": str(torch.__version__)}
+        about |= {"masks": digest_of_masks(one.masks), "device": device, "versions": versions}
+        return about | {"date": str(datetime.date.today())}
+
+    def flips(self, name: str, assets: Path) -> None:
+        """Count flips, all at once."""
+        run = RUNS[name]
+        self.records.save(
+            self._context(name, run, subject(run.network, self.folder)) | flips(run.network, assets, self.folder)
+        )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("assets", type=Path)
-    parser.add_argument("masks", type=Path)
-    parser.add_argument("--run", nargs="+", default=[], choices=RUNS)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no image after this time")
+    parser.add_argument("subjects", type=Path, nargs="?")
+    parser.add_argument("--prepare", type=Path, metavar="ASSETS", help="make the folder, from these")
+    parser.add_argument("--networks", nargs="+", default=list(MASKS), choices=MASKS, help="with --prepare")
+    parser.add_argument("--run", nargs="+", default=[], choices=RUNS, metavar="RUN")
+    parser.add_argument("--attack", action="store_true", help="attack what --run has recorded")
+    parser.add_argument("--assets", type=Path, help="for flips: the folder with all test images")
+    parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no images of a run after this time")
+    parser.add_argument(
+        "--image-seconds", type=float, default=200.0, help="limit for an image, or those taken together"
+    )
+    parser.add_argument("--until", type=float, default=float("inf"), help="start no run after this time")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--list", action="store_true")
     arguments = parser.parse_args()
     if arguments.list:
         print(*RUNS, sep="\n")
         sys.exit()
     torch.set_num_threads(1)
-
-    def save(record: dict[str, Any]) -> None:
-        records = load() | {record["run"]: record}
-        ordered = [records[name] | {"method": run.method} for name, run in RUNS.items() if name in records]
-        write_atomically(RESULTS, f"{json.dumps(ordered, indent=1)}\n".encode())  # runs may share the machine
-
-    deadline = time.perf_counter() + arguments.seconds
+    if arguments.prepare is not None:
+        for name in arguments.networks:
+            prepare(name, arguments.prepare, arguments.subjects)
+    records, started, failed = Records(arguments.out), time.perf_counter(), False
     for name in arguments.run:
-        execute(name, arguments.assets, arguments.masks, deadline - time.perf_counter(), save)
+        left = arguments.until - (time.perf_counter() - started)
+        if left <= 0:
+            break
+        seconds, longest = min(arguments.seconds, left), min(arguments.image_seconds, left)
+        settings = Settings(arguments.subjects, records, arguments.device, seconds, longest)
+        try:
+            if RUNS[name].statement == "flips":
+                settings.flips(name, arguments.assets)
+            elif arguments.attack:
+                settings.attack(name)
+            else:
+                settings.execute(name)
+        except Exception:  # the runs after it are still worth their time
+            traceback.print_exc()
+            failed = True
+    sys.exit(failed)
 
 
 if __name__ == "__main__":

@@ -386,9 +386,10 @@ def certify_proofs() -> str:
         if "median_radius" in record:
             unit, scale = ("/255", 255.0) if record["statement"] == "region" else ("", 1.0)
             certified = f"median {scale * record['median_radius']:.2g}{unit}"
-            attack = f"from {scale * record['median_attack_radius']:.2g}{unit} on"
+            if record["median_attack_radius"] is not None:
+                attack = f"from {scale * record['median_attack_radius']:.2g}{unit} on"
         else:
-            attack = f"{100 * record['attack']:.0f} %"
+            attack = "" if record["attack"] is None else f"{100 * record['attack']:.0f} %"
             loss = "" if record["tightness"] is None else f"{record['tightness']:.1f}"
             if record["out_of_time"]:
                 certified += f" ({record['out_of_time']} not finished in 200 s)"

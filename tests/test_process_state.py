@@ -56,6 +56,7 @@ def exported(model, masks, path):
     with contextlib.suppress(HalveError):  # what changes the process may not export, but is not to change it either
         halve.export(model, masks, images(2), path)
         halve.check_onnx(path)
+        halve.certify(halve.load_onnx(path), None, images(4), reference=model)
 
 
 def planned(model, path):
@@ -105,7 +106,7 @@ def test_no_public_call_changes_the_process(call, net, tmp_path, monkeypatch):
 
 def test_every_public_function_is_called_here():
     called = {name.split(",")[0] for name in CALLS} | {"load", "load_compiled", "load_plan", "unpack"}
-    called |= {"check_onnx", "frontier"}
+    called |= {"check_onnx", "load_onnx", "frontier"}
     functions = {name for name in halve.__all__ if callable(getattr(halve, name)) and name.islower()}
     assert functions <= called
 

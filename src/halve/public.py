@@ -11,6 +11,7 @@ from halve.engine.compiled import load as load_compiled
 from halve.errors import HalveError
 from halve.export.check_onnx import check_onnx
 from halve.export.export import export
+from halve.export.loaded import load as load_onnx
 from halve.learn.frontier import frontier
 from halve.learn.learn import learn
 from halve.learn.objective import Views
@@ -45,6 +46,7 @@ __all__ = [
     "learn",
     "load",
     "load_compiled",
+    "load_onnx",
     "load_plan",
     "measure",
     "pack",

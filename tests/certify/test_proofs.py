@@ -42,7 +42,7 @@ def test_a_region_is_certified_for_both_networks_and_attacks_do_not_break_it(mod
     assert result["certified"] == len(pictures)
     assert "every change of at most 1/255 per pixel" in str(found)
     for x, one in zip(pictures.double(), result["per_image"], strict=True):
-        near = box(x, 1 / 255, **pixels)
+        near = box(x[None], 1 / 255, **pixels)
         worst = min(attack_input(net, near, one["class"]) for net in (masked_double(model, masks), convnet().double()))
         assert 0 < one["margin"] <= worst
     assert halve.certify(model, masks, pictures, check=found).result == result
@@ -54,7 +54,7 @@ def test_a_region_in_which_an_attack_succeeds_is_not_certified_and_reported_as_v
     assert found.result["vacuous"]
     assert found.result["median_margin"] < 0
     assert str(found).startswith("Nothing is proven: for none of 4 images")
-    assert attack_input(masked_double(model, masks), box(pictures[0].double(), 2.0, None, None), 0) < 0
+    assert attack_input(masked_double(model, masks), box(pictures[:1].double(), 2.0, None, None), 0) < 0
 
 
 def test_updates_are_certified_and_attacks_do_not_break_it(model, masks, pictures):
@@ -93,17 +93,17 @@ def test_an_update_within_the_radius_keeps_the_prediction(model, masks, pictures
 
 
 def test_bisection_returns_an_end_that_was_verified():
-    for limit in (1e-7, 3e-4, 1e-3, 0.7, 50.0):
-        asked = {}
+    limits = [1e-7, 3e-4, 0.0, 1e-3, 0.7, 50.0]
+    asked = {}
 
-        def holds(u, limit=limit, asked=asked):
-            asked[u] = u <= limit
-            return asked[u]
+    def hold(which, sizes):
+        good = [u <= limits[i] for i, u in zip(which, sizes, strict=True)]
+        asked.update(zip(zip(which, sizes, strict=True), good, strict=True))
+        return good
 
-        found = largest(holds, 1e-3)
-        assert asked[found]
-        assert limit / 1.06 <= found <= limit
-    assert largest(lambda u: False, 1e-3) == 0.0
+    for i, found in enumerate(largest(hold, [1e-3] * len(limits))):
+        assert found == 0 if not limits[i] else asked[i, found]
+        assert limits[i] / 1.06 <= found <= limits[i]
 
 
 def test_images_on_which_the_networks_disagree_are_not_certified():
@@ -155,6 +155,12 @@ def test_a_forged_proof_does_not_hold(model, masks, pictures):
         ({"reuse": 1e-3, "share": 0.9}, "cannot be combined with another statement"),
         ({"region": 0.1, "mean": [0.5]}, "belong together"),
         ({"reuse": 1e-3, "layers": "nothing"}, "matches no layer"),
+        ({"reuse": 1e-3, "device": "tpu"}, "device must be 'cpu' or 'cuda', got 'tpu'"),
+        pytest.param(
+            {"reuse": 1e-3, "device": "cuda"},
+            "needs a CUDA GPU",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
     ],
 )
 def test_wrong_options(model, masks, pictures, options, message):

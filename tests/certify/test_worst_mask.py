@@ -43,7 +43,8 @@ def test_no_change_of_a_few_blocks_has_a_smaller_margin_than_the_bound(model, ma
     generator = torch.Generator().manual_seed(count)
     for x in images(3, seed=count).double():
         label = int(sparse(x[None]).argmax())
-        bounds = [Bounds(captured, Interval(x, x), changes, tighten=tighten).margin(label) for tighten in (False, True)]
+        point = Interval(x[None], x[None])
+        bounds = [Bounds(captured, point, changes, tighten).margins([label])[0] for tighten in (False, True)]
         for _ in range(40):
             weights = {
                 f"{name}.weight": mask.apply_to(model.get_submodule(name).weight)
@@ -59,7 +60,8 @@ def test_an_attack_finds_blocks_that_change_the_class(model, masks):
     count = attack_masks(sparse, model, masks, x, label)
     assert 1 < count < sum(mask.codes.numel() for mask in masks.values())
     changes = {name: BlockChanges(model.get_submodule(name).weight, mask, count) for name, mask in masks.items()}
-    assert Bounds(network_of(sparse, x[None]), Interval(x, x), changes).margin(label) <= 0
+    point = Interval(x[None], x[None])
+    assert Bounds(network_of(sparse, x[None]), point, changes).margins([label])[0] <= 0
 
 
 def test_a_certificate_says_what_is_proven_and_what_an_adversary_needs(model, masks):

@@ -1,5 +1,7 @@
 import json
 
+SMALL = ("--size", "16")
+
 
 def test_certify_counts_writes_and_checks(halve, net, masks, folder):
     arguments = ("certify", *net, "--masks", masks, "--data", "photos")
@@ -44,3 +46,27 @@ def test_proofs_for_single_images_are_written_and_checked(halve, net, folder):
     vacuous = halve(*arguments, "--reuse", "10", code=1)
     assert "Nothing is proven" in vacuous.out
     assert "--region must be a number" in halve(*arguments, "--region", "two", code=2).err
+
+
+def test_an_exported_file_is_compared_with_the_dense_network(halve, net, masks, folder):
+    halve("export", *net, *SMALL, "--masks", masks, "--out", "net.onnx")
+    arguments = ("certify", *net, *SMALL, "--onnx", "net.onnx", "--data", "photos")
+    result = halve(*arguments, "--out", "onnx.certificate.json")
+    assert "exported and reference network predict the same class" in result.out
+    assert "assuming that the exported network was run in onnxruntime on the CPU" in result.out
+    found = json.loads((folder / "onnx.certificate.json").read_text())
+    masked = halve("certify", *net, *SMALL, "--masks", masks, "--data", "photos", "--json").json
+    assert found["result"]["same"] == masked["result"]["same"]
+    assert found["digests"]["reference"] == masked["digests"]["weights"]
+    assert "holds: computed again" in halve(*arguments, "--check", "onnx.certificate.json").out
+    assert "--masks" in halve(*arguments, "--masks", masks, code=2).err
+    halve("export", *net, *SMALL, "--out", "net.onnx", "--with-preprocess")
+    assert "made for other weights" in halve(*arguments, "--check", "onnx.certificate.json", code=1).err
+    assert halve(*arguments, "--json").json["result"]["agreement"] == 1  # it takes pixels
+
+
+def test_a_certificate_does_not_replace_the_exported_file(halve, net, masks, folder):
+    halve("export", *net, *SMALL, "--masks", masks, "--out", "net.onnx")
+    before = (folder / "net.onnx").read_bytes()
+    halve("certify", *net, *SMALL, "--onnx", "net.onnx", "--data", "photos", "--out", "net.onnx", "--force", code=2)
+    assert (folder / "net.onnx").read_bytes() == before

@@ -28,16 +28,16 @@ def attack_input(
 
     Args:
         model: The network, in float64.
-        box: The inputs, without a batch dimension.
+        box: The inputs, (1, ...).
         label: The class.
         steps: Steps of the descent. Default: 20.
         starts: Where it starts: the center, and random inputs. Default: 2.
         seed: Seed of the random inputs. Default: 0.
     """
     generator = torch.Generator().manual_seed(seed)
-    low, high, least = box.low[None], box.high[None], float("inf")
+    low, high, least = box.low, box.high, float("inf")
     for start in range(starts):
-        share = torch.rand(low.shape, generator=generator, dtype=low.dtype) if start else 0.5
+        share = torch.rand(low.shape, generator=generator, dtype=low.dtype).to(low.device) if start else 0.5
         x = low + (high - low) * share
         for step in range(steps + 1):
             x = x.detach().requires_grad_(True)
@@ -96,7 +96,7 @@ def attack_masks(model: nn.Module, dense: nn.Module, masks: MaskSet, image: Tens
         label: The class.
     """
     weights = {name: dense.get_submodule(name).weight.detach() for name in masks}  # type: ignore[operator]
-    first = {name: mask.layout.to_blocks(mask.kept()) for name, mask in masks.items()}
+    first = {name: mask.layout.to_blocks(mask.kept()).to(image.device) for name, mask in masks.items()}
     kept = dict(first)
 
     def run(now: Mapping[str, Tensor]) -> tuple[float, dict[str, Tensor]]:

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
+import torch
 from torch import nn
 
 from halve.batches import Forward, Progress
@@ -13,7 +14,6 @@ from halve.certify.certificate import Certificate
 from halve.certify.digests import digest_of_masks, digest_of_model
 from halve.certify.region import region as certify_region
 from halve.certify.reuse import reuse as certify_reuse
-from halve.certify.rounding import exact_convolutions
 from halve.certify.worst_mask import worst_mask as certify_worst_mask
 from halve.errors import CertificateError, OptionError, listed
 from halve.masks.apply import OnChanged, applied_in_checkpoint_order, apply, check_dense, restore_order
@@ -45,6 +45,7 @@ def certify(
     also_dense: bool = False,
     changed_blocks: int | None = None,
     optimise: bool = True,
+    device: Literal["cpu", "cuda"] = "cpu",
     check: Certificate | str | Path | None = None,
     forward: Forward | None = None,
     progress: Progress = True,
@@ -61,7 +62,8 @@ def certify(
 
     Args:
         model: The dense model. It is not changed. For an updated checkpoint, the updated model.
-        masks: Its masks; None compares the model itself with `reference`, such as a compiled network.
+        masks: Its masks; None compares the model itself with `reference`, such as a compiled network, or an exported
+            one that `halve.load_onnx` has loaded.
         data: Batches of images, drawn at random from those that the statement is about.
         share: Stop counting as soon as this share is proven, or refuted. The bound then holds at all times at once,
             which takes about half as many images again. The images must come in random order.
@@ -82,6 +84,8 @@ def certify(
         changed_blocks: Certify that no change of at most this many blocks of the masks changes the prediction, and find
             how many an adversary needs.
         optimise: Optimise the bounds where they do not suffice at first (alpha-CROWN). Default: True.
+        device: Where bounds are computed: "cpu" (default) or "cuda", which takes several images at once. Bounds have
+            not been measured on a GPU yet.
         check: A certificate or its file: compute it again with its own settings. Raises `CertificateError` unless
             weights, masks and images are the same, and the result is too.
         forward: `forward(model, batch)` runs a network on an unusual batch; for flips.
@@ -115,7 +119,7 @@ def certify(
     if check is not None:
         claimed = check if isinstance(check, Certificate) else Certificate.load(check)
         options = _options_of(claimed, options)
-    _check_options(masks, against, reference, forward, options)
+    _check_options(masks, against, reference, forward, device, options)
     check_initialised(model)
     digests = {"weights": digest_of_model(model)}
     for name, one in (("masks", masks), ("other_masks", against)):
@@ -128,8 +132,7 @@ def certify(
     if any(options[name] is not None for name in PROOFS):
         assert masks is not None
         masked, dense = applied_in_checkpoint_order(model, masks, on_changed), restore_order(model, masks)
-        with exact_convolutions():
-            found = _proven(masked.cpu(), dense.cpu(), masks, data, digests, options, progress)
+        found = _proven(masked.to(device), dense.to(device), masks, data, digests, options, progress)
     else:
         networks = [apply(model, one, on_changed=on_changed).eval() for one in (masks, against) if one is not None]
         found = _counted(networks or [clone(model).eval()], compared, data, digests, options, forward, progress)
@@ -150,8 +153,10 @@ def _counted(
     running: dict[str, Any] = {"confidence": options["confidence"], "forward": forward, "progress": progress}
     if len(networks) > 1:
         return flips.compare((networks[0], networks[1]), compared, data, digests, **running)
-    names = ("masked" if "masks" in digests else "this", "reference" if "reference" in digests else "dense")
-    wanted = {"share": options["share"], "by": options["by"]}
+    runtime = getattr(networks[0], "runtime", None)  # of networks that PyTorch does not run: exported ones
+    name = "masked" if "masks" in digests else "this" if runtime is None else "exported"
+    names = (name, "reference" if "reference" in digests else "dense")
+    wanted = {"share": options["share"], "by": options["by"], "runtime": runtime}
     return flips.flips(networks[0], compared, data, digests, names=names, **wanted, **running)
 
 
@@ -192,6 +197,7 @@ def _check_options(
     against: MaskSet | None,
     reference: nn.Module | None,
     forward: Forward | None,
+    device: str,
     options: Mapping[str, Any],
 ) -> None:
     confidence, share, by = options["confidence"], options["share"], options["by"]
@@ -215,6 +221,10 @@ def _check_options(
             f"{given[0]}= cannot be combined with another statement, nor with share=, by=, "
             f"against=, reference= or forward="
         )
+    if device not in ("cpu", "cuda"):
+        raise OptionError(f"device must be 'cpu' or 'cuda', got {device!r}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise OptionError("device='cuda' needs a CUDA GPU; bounds are computed on the CPU by default")
     if (options["mean"] is None) != (options["std"] is None):
         raise OptionError("mean= and std= belong together: pass both, or neither")
     if masks is None and (given or reference is None):

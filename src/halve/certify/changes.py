@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from halve.certify.operators import Change, Layer
-from halve.certify.rounding import Interval, gamma
+from halve.certify.rounding import UNIT, Interval, Owners, by_image, from_images, gamma, loss, per_row
 from halve.masks.mask import Mask
 
-_MOST = 1 << 19  # numbers at a time, about as many as fit into a cache
+_MOST = {"cpu": 1 << 19, "cuda": 1 << 27}  # numbers at a time, about as many as fit into a cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -18,25 +18,37 @@ class WeightBox(Change):
 
     Args:
         radii: The radius of each weight, of the weight's shape; 0 where the mask keeps nothing.
+        scale: A factor of the radii for each image. Default: 1.
     """
 
     radii: Tensor
+    scale: Tensor | None = None
+
+    def only(self, images: Tensor) -> "WeightBox":
+        return self if self.scale is None else WeightBox(self.radii, self.scale[images])
 
     def radius(self, layer: Layer, inputs: Interval) -> Tensor:
-        return layer.apply_weight(inputs.magnitude[None], self.radii)[0] * (1 + gamma(layer.terms))
+        moved = layer.apply_weight(inputs.magnitude, self.radii) * (1 + gamma(layer.terms))
+        if self.scale is None:
+            return moved
+        return moved * (self.scale * (1 + 4 * UNIT)).reshape(-1, *[1] * (moved.dim() - 1))
 
-    def loss(self, layer: Layer, rows: Tensor, inputs: Interval) -> Tensor:
+    def loss(self, layer: Layer, rows: Tensor, inputs: Interval, owners: Owners | None) -> Tensor:
+        found = self._loss(layer, rows, inputs, owners)
+        return found if self.scale is None else found * per_row(self.scale * (1 + 4 * UNIT), owners)
+
+    def _loss(self, layer: Layer, rows: Tensor, inputs: Interval, owners: Owners | None) -> Tensor:
         center, slack = inputs.center, 1 + gamma(layer.terms)
         positions = layer.positions(rows)
         if positions == 1:
-            spread = layer.apply_weight((center.abs() + inputs.radius)[None], self.radii)[0]
-            return _dot(rows.abs(), spread * slack)
+            spread = layer.apply_weight(center.abs() + inputs.radius, self.radii)
+            return loss(rows, spread * slack, owners)
         # around the center the loss is linear in the shared weights: sum over positions before taking absolute values
-        spread = layer.apply_weight((center.abs() * gamma(positions) + inputs.radius)[None], self.radii)[0]
-        flat = self.radii.reshape(-1)
-        parts = rows.split(max(1, _MOST // flat.numel()))
-        linear = torch.cat([layer.gradient(part, center).flatten(1).abs() @ flat for part in parts])
-        return linear * (1 + gamma(flat.numel())) + _dot(rows.abs(), spread * slack)
+        spread = layer.apply_weight(center.abs() * gamma(positions) + inputs.radius, self.radii)
+        flat, table = self.radii.reshape(-1), by_image(rows, owners)
+        parts = [layer.gradient(some, center).flatten(2).abs() @ flat for some in _split(table, flat.numel())]
+        linear = from_images(torch.cat(parts, 1), owners)
+        return linear * (1 + gamma(flat.numel())) + loss(rows, spread * slack, owners)
 
 
 @dataclass(frozen=True, eq=False)
@@ -54,11 +66,14 @@ class BlockChanges(Change):
     count: int
 
     def radius(self, layer: Layer, inputs: Interval) -> Tensor:
+        return torch.stack([self._radius(layer, size) for size in inputs.magnitude])
+
+    def _radius(self, layer: Layer, size: Tensor) -> Tensor:
         # at every position, the blocks that could matter most: each may change by all of its weights
         blocks, sizes = self._blocks, self._places(self.weight.abs())
-        probe = layer.apply_weight(inputs.magnitude[None], layer.weight)[0]
+        probe = layer.apply_weight(size[None], layer.weight)[0]
         result = torch.zeros_like(probe).flatten(1) if probe.dim() > 1 else torch.zeros_like(probe)[:, None]
-        patches = layer.patches(inputs.magnitude)  # (weights of a row, positions)
+        patches = layer.patches(size[None])[0]  # (weights of a row, positions)
         columns = blocks % self.weight[0].numel()
         for row in range(len(blocks)):  # one row at a time, to bound the memory
             moved = (sizes[row][..., None] * patches[columns[row]]).sum(1)
@@ -67,24 +82,25 @@ class BlockChanges(Change):
             result[output] = torch.maximum(result[output], most)
         return result.reshape(probe.shape) * (1 + gamma(layer.terms))
 
-    def loss(self, layer: Layer, rows: Tensor, inputs: Interval) -> Tensor:
-        center, positions = inputs.center, layer.positions(rows)
+    def loss(self, layer: Layer, rows: Tensor, inputs: Interval, owners: Owners | None) -> Tensor:
+        positions = layer.positions(rows)
+        kept, result = self.mask.layout.to_blocks(self.mask.kept()).to(rows.device), []
+        center = inputs.center
         spread = center.abs() * gamma(positions) + inputs.radius
-        kept, result = self.mask.layout.to_blocks(self.mask.kept()), []
-        for part in rows.split(max(1, _MOST // self.weight.numel())):
-            gained = self._places(layer.gradient(part, center) * self.weight)
+        for some in _split(by_image(rows, owners), self.weight.numel()):
+            gained = self._places(layer.gradient(some, center) * self.weight)
             now = (gained * kept).sum(-1)
             least = gained.sort(-1).values[..., : self.mask.pattern.kept].sum(-1)
-            beside = self._places(layer.gradient(part.abs(), spread) * self.weight.abs()).sum(-1)
-            moved = (now - least + beside + gained.abs().sum(-1) * gamma(8)).flatten(1)
-            result.append(moved.topk(min(self.count, moved.shape[1]), 1).values.sum(1))
-        return torch.cat(result) * (1 + gamma(positions + self.count))
+            beside = self._places(layer.gradient(some.abs(), spread) * self.weight.abs()).sum(-1)
+            moved = (now - least + beside + gained.abs().sum(-1) * gamma(8)).flatten(2)
+            result.append(moved.topk(min(self.count, moved.shape[2]), 2).values.sum(2))
+        return from_images(torch.cat(result, 1), owners) * (1 + gamma(positions + self.count))
 
     @property
     def _blocks(self) -> Tensor:
         """The place in the flattened weight of each weight of each block, (rows, blocks, M); -1 for virtual columns."""
         places = torch.arange(self.weight.numel()).reshape(self.weight.shape)
-        return self.mask.layout.to_blocks(places, fill=-1)
+        return self.mask.layout.to_blocks(places, fill=-1).to(self.weight.device)
 
     def _places(self, values: Tensor) -> Tensor:
         """Values of the weight's shape, or several, in blocks, with 0 in virtual columns."""
@@ -92,6 +108,6 @@ class BlockChanges(Change):
         return torch.nn.functional.pad(flat, (0, 1))[..., self._blocks]
 
 
-def _dot(rows: Tensor, vector: Tensor) -> Tensor:
-    """An upper bound of dot products of numbers that are not negative."""
-    return (rows.flatten(1) @ vector.reshape(-1)) * (1 + gamma(vector.numel()))
+def _split(table: Tensor, numbers: int) -> tuple[Tensor, ...]:
+    """Rows of all images, (images, rows, ...), some at a time, if each takes so many numbers."""
+    return torch.split(table, max(1, _MOST[table.device.type] // (numbers * len(table))), 1)

@@ -2,25 +2,28 @@
 
 For every node an interval of its values is found. Where a tighter one pays, at the inputs of nonlinear operators, rows
 of coefficients are carried back to the input of the network, and evaluated there. What no change can reach is computed
-once: rows end there.
+once: rows end there. Several images are bounded at once; each row belongs to one of them.
 """
 
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from halve.certify.network import Network
 from halve.certify.operators import Change, Layer, ReLU
-from halve.certify.rounding import UNIT, Interval, around, dot, total
+from halve.certify.rounding import LARGEST, UNIT, Interval, Owners, around, dot, loss, per_row, total
 
-_ROWS = 1 << 21  # coefficients at a time, about as many as fit into a cache
+_ROWS = {"cpu": 1 << 21, "cuda": 1 << 26}  # coefficients at a time, about as many as fit into a cache
+_ENOUGH = 4  # how many times as many coefficients of all nodes together, where gradients need them
 TOLERANCE = 1e-9  # of the largest value of a node
 _FEW = 32  # classes
 _STEPS, _RATE = 20, 0.1  # of optimising slopes
+_STEPS_INSIDE, _RATE_INSIDE = 8, 0.25  # the same for intervals inside a network
 
 
 class OutOfTime(Exception):
@@ -29,13 +32,15 @@ class OutOfTime(Exception):
 
 @dataclass
 class Bounds:
-    """Intervals of all nodes of a network, for all inputs in a box and all changes of its layers.
+    """Intervals of all nodes of a network, for all inputs in boxes, one per image, and all changes of its layers.
 
     Args:
         network: The network.
-        box: The inputs, without a batch dimension.
+        box: The inputs, (images, ...).
         changes: How the weights of layers may change, by name.
         tighten: Whether to tighten intervals by backward passes. Default: True.
+        steps: Steps of optimising slopes for these, where they leave the sign of a ReLU's input open. Default: 0.
+        known: Intervals of all nodes that are known already, for the same boxes and changes. Default: none.
         seconds: Time limit. Default: none.
     """
 
@@ -43,14 +48,18 @@ class Bounds:
     box: Interval
     changes: Mapping[str, Change] = field(default_factory=dict)
     tighten: bool = True
+    steps: int = 0
+    known: Sequence[Interval] | None = None
     seconds: float = float("inf")
     values: list[Interval] = field(default_factory=list, init=False)
     fixed: list[bool] = field(default_factory=list, init=False)
-    overflow: bool = field(default=False, init=False)  # whether values exceed the range of float64: nothing is proven
-    assumed: str = field(default="", init=False)  # the module from which on rounding before changed layers is assumed
+    overflow: Tensor = field(init=False)  # images whose values exceed `LARGEST`: nothing is proven for them
+    assumed: list[str] = field(init=False)  # per image, the module from which on rounding before changes is assumed
 
     def __post_init__(self) -> None:
-        deadline = time.monotonic() + self.seconds
+        self._deadline = time.monotonic() + self.seconds
+        self.overflow = torch.zeros(len(self.box.low), dtype=torch.bool, device=self.box.low.device)
+        self.assumed = [""] * len(self.box.low)
         nodes = self.network.nodes
         readers = {node.inputs[0]: node.operator for node in nodes if node.operator and node.operator.relaxes}
         with torch.no_grad():
@@ -62,15 +71,15 @@ class Bounds:
                 self._set_change(node.operator)
                 changed = isinstance(node.operator, Layer) and node.operator.change is not None
                 self.fixed.append(not changed and all(self.fixed[i] for i in node.inputs))
-                self.values.append(self._value(place))
+                self.values.append(self._finite(self._value(place)))
                 reader = readers.get(place)
                 if self.tighten and reader is not None and not self.fixed[place]:
-                    self._tighten(place, reader.open(self.values[place]), deadline)
-                if not all(bool(end.isfinite().all()) for end in self.values[place]):
-                    self.overflow = True  # comparisons with NaN would be wrong from here on
-                    break
-                if time.monotonic() > deadline:
-                    raise OutOfTime
+                    self._tighten(place, reader.open(self.values[place]), self.steps if isinstance(reader, ReLU) else 0)
+                self._check_time()
+
+    def _check_time(self) -> None:
+        if time.monotonic() > self._deadline:
+            raise OutOfTime
 
     def _value(self, place: int) -> Interval:
         """The interval of a node from those of its inputs.
@@ -81,49 +90,78 @@ class Bounds:
         node = self.network.nodes[place]
         assert node.operator is not None
         inputs = [self.values[i] for i in node.inputs]
+        found = node.operator.interval(inputs)
+        if self.known is not None and not self.fixed[place]:  # what is fixed says itself whether it is assumed
+            before = self.known[place]
+            low = torch.maximum(found.low, before.low)
+            found = Interval(low, torch.maximum(low, torch.minimum(found.high, before.high)))
         if not self.fixed[place]:
-            return node.operator.interval(inputs)
-        if not self.assumed:
-            found = node.operator.interval(inputs)
-            if bool((found.radius <= TOLERANCE * found.magnitude.max()).all()):
-                return found
-            self.assumed = node.module or "the network itself"
+            return found
+        over = tuple(range(1, found.low.dim()))
+        wide = (found.radius > TOLERANCE * found.magnitude.amax(over, keepdim=True)).flatten(1).any(1)
+        for image in wide.nonzero()[:, 0].tolist():
+            self.assumed[image] = self.assumed[image] or node.module or "the network itself"
+        assumed = torch.tensor([bool(module) for module in self.assumed], device=wide.device)
+        if not bool(assumed.any()):
+            return found
         value = node.operator.value([x.center for x in inputs])
-        return around(value, TOLERANCE * value.abs().max())
+        taken = around(value, TOLERANCE * value.abs().amax(over, keepdim=True))
+        assumed = assumed.reshape(-1, *[1] * len(over))
+        return Interval(torch.where(assumed, taken.low, found.low), torch.where(assumed, taken.high, found.high))
+
+    def _finite(self, value: Interval) -> Interval:
+        """The interval, with zeros for images that overflow: comparisons with NaN would be wrong from there on."""
+        good = (value.magnitude <= LARGEST).flatten(1).all(1)  # also false for NaN
+        if bool(good.all()):
+            return value
+        self.overflow |= ~good
+        good = good.reshape(-1, *[1] * (value.low.dim() - 1))
+        return Interval(torch.where(good, value.low, 0.0), torch.where(good, value.high, 0.0))
 
     def _set_change(self, operator: object) -> None:
         if isinstance(operator, Layer):
             operator.change = self.changes.get(operator.name)
 
-    def _tighten(self, place: int, wanted: Tensor, deadline: float) -> None:
+    def _tighten(self, place: int, wanted: Tensor, steps: int) -> None:
         """Replace the interval of a node by the intersection with bounds from backward passes."""
-        low, high = self.values[place]
-        low, high = low.clone(memory_format=torch.contiguous_format), high.clone(memory_format=torch.contiguous_format)
-        indices = wanted.flatten().nonzero()[:, 0]
-        if not len(indices):
-            return
-        for chunk in indices.split(max(1, _ROWS // (2 * self._largest))):
-            rows = torch.zeros(len(chunk), low.numel(), dtype=low.dtype, device=low.device)
-            rows[torch.arange(len(chunk)), chunk] = 1
-            rows = rows.reshape(len(chunk), *low.shape)
-            found = self.lower(torch.cat([rows, -rows]), place)
-            low.view(-1)[chunk] = torch.maximum(low.view(-1)[chunk], found[: len(chunk)])
-            high.view(-1)[chunk] = torch.minimum(high.view(-1)[chunk], -found[len(chunk) :])
-            if time.monotonic() > deadline:
-                raise OutOfTime
-        self.values[place] = Interval(low, torch.maximum(low, high))
+        low, high = (end.clone(memory_format=torch.contiguous_format).flatten(1) for end in self.values[place])
+        for images, at in _pairs(wanted, self._at_once(steps > 0) // 2):
+            rows, owners = self._units(images, at, self.values[place].low.shape)
+            found = (
+                self.optimised(rows, place, owners, steps, _RATE_INSIDE) if steps else self.lower(rows, place, owners)
+            )
+            low[images, at] = torch.maximum(low[images, at], found[0::2])
+            high[images, at] = torch.minimum(high[images, at], -found[1::2])
+            self._check_time()
+        shape = self.values[place].low.shape
+        self.values[place] = Interval(low.reshape(shape), torch.maximum(low, high).reshape(shape))
 
-    @property
-    def _largest(self) -> int:
-        return max((x.low.numel() for x, fixed in zip(self.values, self.fixed, strict=True) if not fixed), default=1)
+    def _units(self, images: Tensor, at: Tensor, shape: torch.Size) -> tuple[Tensor, Owners | None]:
+        """Rows that select values of images, each followed by its negative."""
+        rows = torch.zeros(len(at), 2, shape[1:].numel(), dtype=torch.float64, device=at.device)
+        rows.scatter_(2, at[:, None, None].expand(-1, 2, 1), rows.new_tensor([[[1.0], [-1.0]]]).expand(len(at), 2, 1))
+        return rows.reshape(-1, *shape[1:]), Owners.of(images.repeat_interleave(2), shape[0])
 
-    def lower(self, rows: Tensor, place: int = -1, slopes: Mapping[int, Tensor] | None = None) -> Tensor:
+    def _at_once(self, optimise: bool = False) -> int:
+        """How many rows to carry back at a time: fewer if their gradient is needed."""
+        sizes = [x.low[0].numel() for x, fixed in zip(self.values, self.fixed, strict=True) if not fixed]
+        most = _ROWS[self.box.low.device.type]
+        return max(2, most * _ENOUGH // sum(sizes) if optimise else most // max(sizes, default=1))
+
+    def lower(
+        self,
+        rows: Tensor,
+        place: int = -1,
+        owners: Owners | None = None,
+        slopes: Mapping[int, Tensor] | None = None,
+    ) -> Tensor:
         """A lower bound of rows . value of a node, the last by default.
 
         Args:
             rows: Coefficients, (rows, ...).
             place: The node.
-            slopes: Slopes below ReLUs to use instead of 0 and 1, by node, each (...) or (rows, ...).
+            owners: The images of the rows; not needed with one image.
+            slopes: Slopes below ReLUs to use instead of 0 and 1, by node, each (rows, ...).
         """
         nodes, place = self.network.nodes, place % len(self.network.nodes)
         waiting, constants = {place: rows}, [rows.new_zeros(len(rows))]
@@ -132,94 +170,124 @@ class Bounds:
                 continue
             rows, node, value = waiting.pop(at), nodes[at], self.values[at]
             if node.operator is None or self.fixed[at]:
-                constants.append(dot(rows, value.low, value.high))
+                constants.append(dot(rows, value.low, value.high, 0.0, owners))
                 continue
             self._set_change(node.operator)
             inputs = [self.values[i] for i in node.inputs]
-            parts, constant = node.operator.backward(rows, inputs, (slopes or {}).get(at))
+            parts, constant = node.operator.backward(rows, inputs, owners, (slopes or {}).get(at))
             constants.append(constant)
             for i, part in zip(node.inputs, parts, strict=True):
                 if i in waiting:
                     part = waiting[i] + part
-                    nothing = torch.zeros_like(self.values[i].low)
-                    constants.append(dot(part, nothing, nothing, self.values[i].magnitude * (2 * UNIT)))
+                    constants.append(-loss(part, self.values[i].magnitude * (2 * UNIT), owners))
                 waiting[i] = part
         found = total(constants)
         return torch.where(found.isnan(), -math.inf, found)
 
-    def margin(self, label: int, optimise: bool = False) -> float:
-        """A lower bound of how far the score of a class is above all others; positive if it must be predicted.
+    def margins(self, labels: Sequence[int], optimise: bool = False) -> list[float]:
+        """Lower bounds of how far the score of a class is above all others, per image; positive if it is predicted.
 
         Args:
-            label: The class.
+            labels: The class of each image.
             optimise: Whether to optimise slopes where a first bound does not suffice. Default: False.
         """
-        if self.overflow:
-            return -math.inf
         low, high = self.values[-1]
-        with torch.no_grad():
-            apart = (low[label] - high) * (1 - 4 * UNIT) - (low[label].abs() + high.abs()) * UNIT
-        classes = torch.arange(len(low), device=low.device)
-        others = classes != label
-        needed = others & (apart <= 0) if len(low) > _FEW else others  # intervals suffice to exclude most of many
-        open_, closed = classes[needed], apart[others & ~needed]
-        found = [float(closed.min())] if len(closed) else []
-        for part in open_.split(max(1, _ROWS // (2 * self._largest))) if len(open_) else ():
-            rows = torch.zeros(len(part), len(low), dtype=low.dtype, device=low.device)
-            rows[:, label] = 1
-            rows[torch.arange(len(part)), part] -= 1
+        images, classes = low.shape
+        label = torch.tensor(labels, device=low.device)[:, None]
+        own = low.gather(1, label)
+        apart = (own - high) * (1 - 4 * UNIT) - (own.abs() + high.abs()) * UNIT
+        others = torch.ones_like(apart, dtype=torch.bool).scatter(1, label, False)
+        needed = others & (apart <= 0) if classes > _FEW else others  # intervals suffice to exclude most of many
+        found = torch.where(others & ~needed, apart, math.inf).amin(1)
+        for image, other in _pairs(needed, self._at_once()):
+            rows = torch.zeros(len(other), classes, dtype=low.dtype, device=low.device)
+            rows.scatter_(1, label[image], 1.0).scatter_(1, other[:, None], -1.0)
+            owners = Owners.of(image, images)
             with torch.no_grad():
-                bounds = self.lower(rows)
-            if optimise and bool((bounds <= 0).any()):
-                wrong = bounds <= 0
-                bounds[wrong] = self.optimised(rows[wrong])
-            found.append(float(bounds.min()))
-        return min(found)
+                bounds = self.lower(rows, -1, owners)
+            wrong = bounds <= 0
+            if optimise and bool(wrong.any()):
+                some = Owners.of(image[wrong], images)
+                bounds[wrong] = self.optimised(rows[wrong], -1, some, _STEPS, _RATE)
+            found = found.scatter_reduce(0, image, bounds, "amin")
+        return torch.where(self.overflow, -math.inf, found).tolist()
 
-    def optimised(self, rows: Tensor, steps: int = _STEPS) -> Tensor:
-        """Like `lower`, with slopes below ReLUs found by gradient descent (alpha-CROWN); never worse."""
+    def optimised(self, rows: Tensor, place: int, owners: Owners | None, steps: int, rate: float) -> Tensor:
+        """Like `lower`, with slopes below ReLUs found by gradient descent (alpha-CROWN); never worse.
+
+        Any slopes give a bound: they are kept between 0 and 1 where they are used.
+        """
         with torch.no_grad():
-            best = self.lower(rows)
-        nodes, slopes = self.network.nodes, {}
-        for at, node in enumerate(nodes):
+            best = self.lower(rows, place, owners)
+        slopes = {}
+        for at, node in enumerate(self.network.nodes[: place % len(self.network.nodes) + 1]):
             if isinstance(node.operator, ReLU) and not self.fixed[at]:
                 x = self.values[node.inputs[0]]
                 if bool(node.operator.open(x).any()):
-                    start = (x.high > -x.low).to(x.low)
-                    slopes[at] = start.expand(len(rows), *start.shape).clone().requires_grad_(True)
+                    start = per_row((x.high > -x.low).to(x.low), owners)
+                    slopes[at] = start.expand(len(rows), *start.shape[1:]).clone().requires_grad_(True)
         if not slopes:
             return best
-        optimizer = torch.optim.Adam(slopes.values(), lr=_RATE)
+        optimizer = torch.optim.Adam(slopes.values(), lr=rate)
         for _ in range(steps):
             if bool((best > 0).all()):
-                break
+                return best
             with torch.enable_grad():
-                found = self.lower(rows, slopes=slopes)
+                found = self.lower(rows, place, owners, slopes)
+                if not found.requires_grad:  # these ReLUs are in other branches
+                    return best
                 optimizer.zero_grad()
-                (-found.sum()).backward()
+                (-found[best <= 0].sum()).backward()
             best = torch.maximum(best, found.detach())
             optimizer.step()
             with torch.no_grad():
                 for slope in slopes.values():
                     slope.clamp_(0, 1)
         with torch.no_grad():
-            return torch.maximum(best, self.lower(rows, slopes=slopes))
+            return torch.maximum(best, self.lower(rows, place, owners, slopes))
 
 
-def proven_margin(
+def _pairs(wanted: Tensor, most: int) -> list[tuple[Tensor, Tensor]]:
+    """The images and places of wanted values, a limited number at a time, in the order of images."""
+    found = wanted.flatten(1).nonzero()
+    return [(part[:, 0], part[:, 1]) for part in found.split(max(1, most))] if len(found) else []
+
+
+class Margin(NamedTuple):
+    """A lower bound of a margin, and the module from which on rounding is assumed, if any."""
+
+    bound: float
+    assumed: str
+
+
+def proven_margins(
     network: Network,
     box: Interval,
     changes: Mapping[str, Change],
-    label: int,
+    labels: Sequence[int],
     optimise: bool,
     seconds: float = math.inf,
-) -> tuple[float, str]:
-    """A lower bound of the margin of a class, and the module from which on rounding is assumed, if any.
+) -> list[Margin]:
+    """Lower bounds of the margins of classes, one per image.
 
-    Bounds with intervals inside take a fraction of the time: others are computed only where these do not suffice.
+    Bounds with intervals inside take a fraction of the time of others, and those with optimised slopes a multiple: each
+    is computed only for the images for which the one before does not suffice.
     """
-    quick = Bounds(network, box, changes, tighten=False, seconds=seconds)
-    margin = quick.margin(label)
-    if margin > 0:
-        return margin, quick.assumed
-    return Bounds(network, box, changes, seconds=seconds).margin(label, optimise), quick.assumed
+    found = [Margin(-math.inf, "")] * len(labels)
+    left, known = list(range(len(labels))), None
+    deadline = time.monotonic() + seconds
+    for tighten, steps in ((False, 0), (True, 0), *([(True, _STEPS_INSIDE)] if optimise else [])):
+        index = torch.tensor(left, device=box.low.device)
+        some = {name: change.only(index) for name, change in changes.items()}
+        near, limit = Interval(box.low[index], box.high[index]), deadline - time.monotonic()
+        bounds = Bounds(network, near, some, tighten, steps, known, limit)
+        margins = bounds.margins([labels[i] for i in left], optimise and tighten)
+        for i, margin, assumed in zip(left, margins, bounds.assumed, strict=True):
+            found[i] = max(found[i], Margin(margin, assumed))
+        open_ = [place for place, i in enumerate(left) if not found[i].bound > 0]
+        if not open_:
+            break
+        left = [left[place] for place in open_]
+        overflow = bool(bounds.overflow[open_].any())  # the values of these images are not known
+        known = None if overflow else [Interval(x.low[open_], x.high[open_]) for x in bounds.values]
+    return found

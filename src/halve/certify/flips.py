@@ -140,6 +140,7 @@ def flips(
     confidence: float = 0.999,
     by: By | None = None,
     names: tuple[str, str] = ("masked", "dense"),
+    runtime: str | None = None,
     forward: Forward | None = None,
     progress: Progress = True,
 ) -> Certificate:
@@ -170,13 +171,14 @@ def flips(
         }
     kind = "anytime-valid (beta-binomial mixture)" if anytime else "exact binomial (Clopper-Pearson)"
     order = ("the images come in random order",) if anytime else ()
+    exported = () if runtime is None else (f"the exported network was run in {runtime}",)
     together = ("the bounds of all groups hold together, as each has its part of the allowed error",) if groups else ()
     return Certificate(
         "flips",
         _sentence(result, confidence, share, names, seen.interrupted),
         {"confidence": confidence, "share": share, "by": by if isinstance(by, str) or by is None else "function"}
         | {"method": kind, "interrupted": seen.interrupted},
-        (*ASSUMPTIONS, *order, *together),
+        (*ASSUMPTIONS, *exported, *order, *together),
         result,
         digests | {"images": seen.images.hexdigest()},
     )

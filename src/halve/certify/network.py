@@ -14,9 +14,10 @@ import torch
 from torch import Tensor, fx, nn
 
 from halve.certify import operators as ops
-from halve.certify.rounding import Interval
+from halve.certify.rounding import Interval, check_products
 from halve.errors import ModelError
 from halve.graph import Part, capture
+from halve.learn.frozen import device_of
 from halve.modules import clone
 
 BOUNDED = (
@@ -37,9 +38,22 @@ class Node:
 
 @dataclass(frozen=True)
 class Network:
-    """Nodes in order of computation; the first is the input, the last the class scores of one image."""
+    """Nodes in order of computation; the first is the input, the last the class scores of one image.
+
+    Args:
+        nodes: The nodes.
+        largest: The largest number of values of a node, for one image.
+    """
 
     nodes: tuple[Node, ...]
+    largest: int
+
+    def to_(self, device: torch.device) -> "Network":
+        """Move the operators to a device."""
+        for node in self.nodes:
+            if node.operator is not None:
+                node.operator.to_(device)
+        return self
 
     @property
     def layers(self) -> dict[str, list[ops.Layer]]:
@@ -58,8 +72,9 @@ def network_of(model: nn.Module, example: Tensor) -> Network:
     >>> [type(node.operator).__name__ for node in network_of(model, torch.zeros(1, 3, 4, 4)).nodes[1:]]
     ['Convolution', 'Scale', 'ReLU', 'Function', 'Product']
     """
-    copy = clone(model).eval().double().requires_grad_(False)
-    captured = capture(copy, example.double())
+    copy, device = clone(model).eval().double().cpu().requires_grad_(False), device_of(model)
+    check_products(device)
+    captured = capture(copy, example.double().cpu())
     if not captured.complete:
         raise ModelError(
             f"{type(model).__name__} cannot be captured as one graph, which bounds need: {captured.reason}; certify "
@@ -67,7 +82,7 @@ def network_of(model: nn.Module, example: Tensor) -> Network:
         )
     [part] = captured.parts
     with torch.no_grad():
-        return _Builder(part).network()
+        return _Builder(part).network().to_(device)
 
 
 @dataclass(frozen=True)
@@ -90,7 +105,7 @@ class _Builder:
 
     def __init__(self, part: Part) -> None:
         self._part, self._nodes = part, [Node(None, (), "")]
-        self._module = ""
+        self._module, self._largest = "", 1
         self._names: dict[fx.Node, str] = {}
 
     def network(self) -> Network:
@@ -113,7 +128,7 @@ class _Builder:
             raise ModelError("bounds need a network that returns class scores (images, classes) and nothing else")
         if found.node != len(self._nodes) - 1:  # what comes after it is not used
             self._nodes = self._nodes[: found.node + 1]
-        return Network(tuple(self._nodes))
+        return Network(tuple(self._nodes), self._largest)
 
     def _constants(self) -> dict[str, Any]:
         """Parameters, buffers and other tensors by the name of their placeholder."""
@@ -130,8 +145,9 @@ class _Builder:
 
     def _add(self, operator_: ops.Operator, *inputs: _Value) -> _Value:
         """Add a node; its shape is found by running it on zeros."""
-        zeros = [Interval(z, z) for z in (torch.zeros(x.shape, dtype=torch.float64) for x in inputs)]
-        shape = operator_.interval(zeros).low.shape
+        zeros = [Interval(zero, zero) for zero in (_zeros(1, *x.shape) for x in inputs)]
+        shape = operator_.interval(zeros).low.shape[1:]
+        self._largest = max(self._largest, shape.numel())
         self._nodes.append(Node(operator_, tuple(x.node for x in inputs), self._module))
         return _Value(len(self._nodes) - 1, shape)
 
@@ -171,6 +187,10 @@ class _Builder:
 Rule = Callable[[_Builder, fx.Node, Sequence[Any], Mapping[str, Any]], Any]
 
 
+def _zeros(*shape: int) -> Tensor:
+    return torch.zeros(shape, dtype=torch.float64)
+
+
 def _sized(arguments: Any, batch: int) -> Any:
     """Arguments with numbers in place of those that depend on the batch size."""
     return torch.utils._pytree.tree_map(lambda x: x.of(batch) if isinstance(x, _Size) else x, arguments)
@@ -183,11 +203,12 @@ def _function(target: Any, terms: Callable[[torch.Size, Sequence[Any]], int] | N
         x, *rest = args
         if not isinstance(x, _Value) or any(isinstance(one, _Value) for one in rest):
             return None
+        options = {name: value for name, value in kwargs.items() if name != "device"}  # it is captured on the CPU
 
         def run(batch: Tensor) -> Tensor:
-            return target(batch, *_sized(rest, len(batch)), **_sized(dict(kwargs), len(batch)))  # type: ignore[no-any-return]
+            return target(batch, *_sized(rest, len(batch)), **_sized(options, len(batch)))  # type: ignore[no-any-return]
 
-        probe = run(torch.zeros(2, *x.shape, dtype=torch.float64))
+        probe = run(_zeros(2, *x.shape))
         if probe.shape[:1] != (2,) or probe.dtype != torch.float64 or bool(probe.any()):
             return None  # moves images between each other, changes the dtype, or pads with other values than 0
         return builder._add(ops.Function(run, 0 if terms is None else terms(x.shape, rest)), x)
@@ -248,7 +269,7 @@ def _layer_norm(builder: _Builder, node: fx.Node, args: Sequence[Any], kwargs: M
     found = builder._add(ops.Normalise(len(shape), eps, count), centred)
     if weight is None and bias is None:
         return found
-    factor = torch.ones(tuple(shape), dtype=torch.float64) if weight is None else weight
+    factor = _zeros(*shape) + 1 if weight is None else weight
     return builder._add(ops.Scale(factor, bias), found)
 
 
@@ -265,7 +286,7 @@ def _sum(sign: float) -> Rule:
         if shift is None:
             return None
         same, flipped = (1.0, sign) if x is one else (sign, 1.0)
-        ones = torch.full((1,) * len(x.shape), same, dtype=torch.float64)
+        ones = _zeros(*[1] * len(x.shape)) + same
         return builder._add(ops.Scale(ones, flipped * shift), x)
 
     return rule
@@ -322,7 +343,7 @@ def _clamp(builder: _Builder, node: fx.Node, args: Sequence[Any], kwargs: Mappin
     low, high = list(rest) + ends[len(rest) :]
     if not all(isinstance(end, int | float) for end in (low, high)) or low > high:
         return None
-    one = torch.ones((1,) * len(x.shape), dtype=torch.float64)
+    one = _zeros(*[1] * len(x.shape)) + 1
     parts = [builder._add(ops.ReLU(), builder._add(ops.Scale(one, -end * one), x)) for end in (low, high)]
     return builder._add(ops.Scale(one, low * one), builder._add(ops.Sum(-1.0), *parts))
 

@@ -6,8 +6,8 @@ coefficients A, and returns coefficients A_i for the inputs and a constant c for
     A . output  >=  sum_i A_i . input_i + c
 
 for all inputs within their intervals and, for layers whose weights may change, all changes that are allowed. Rounding
-is part of the constant, so that the computed coefficients count as exact. Tensors have no batch dimension; rows come
-first.
+is part of the constant, so that the computed coefficients count as exact. The first dimension of values is that of
+images, the first of coefficients that of rows; each row belongs to an image.
 """
 
 import itertools
@@ -15,14 +15,25 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from halve.certify.rounding import UNIT, Interval, around, dot, gamma
+from halve.certify.rounding import (
+    UNIT,
+    Interval,
+    Owners,
+    around,
+    dot,
+    exact_convolutions,
+    gamma,
+    loss,
+    per_row,
+)
 from halve.errors import ModelError
 
-_SMALL = 1 << 18  # products of the numbers of inputs and outputs
+_SMALL = {"cpu": 1 << 18, "cuda": 1 << 22}  # products of the numbers of inputs and outputs
 Lines = tuple[Tensor, Tensor, Tensor, Tensor]  # slope and intercept below, slope and intercept above
 Step = tuple[list[Tensor], Tensor]
 
@@ -35,8 +46,12 @@ class Change(ABC):
         """How far each output may move, at most, from what the layer computes on the same inputs."""
 
     @abstractmethod
-    def loss(self, layer: "Layer", rows: Tensor, inputs: Interval) -> Tensor:
+    def loss(self, layer: "Layer", rows: Tensor, inputs: Interval, owners: Owners | None) -> Tensor:
         """How much rows . output may lose by the change, at most, for each row."""
+
+    def only(self, images: Tensor) -> "Change":
+        """The change for some of the images, if it differs between them."""
+        return self
 
 
 class Operator(ABC):
@@ -50,7 +65,9 @@ class Operator(ABC):
         """An interval of the outputs."""
 
     @abstractmethod
-    def backward(self, rows: Tensor, inputs: Sequence[Interval], slopes: Tensor | None = None) -> Step:
+    def backward(
+        self, rows: Tensor, inputs: Sequence[Interval], owners: Owners | None = None, slopes: Tensor | None = None
+    ) -> Step:
         """Coefficients of the inputs, and a constant for each row."""
 
     def value(self, inputs: Sequence[Tensor]) -> Tensor:
@@ -60,6 +77,12 @@ class Operator(ABC):
     def open(self, inputs: Interval) -> Tensor:
         """Which inputs need tighter intervals, if the operator relaxes."""
         return inputs.low < inputs.high
+
+    def to_(self, device: torch.device) -> None:
+        """Move its constants to a device."""
+        for name, value in vars(self).items():
+            if isinstance(value, Tensor):
+                setattr(self, name, value.to(device))
 
 
 class Linear(Operator):
@@ -91,36 +114,36 @@ class Linear(Operator):
     def interval(self, inputs: Sequence[Interval]) -> Interval:
         [x] = inputs
         if not self.terms:
-            ends = self.apply(torch.stack([x.low, x.high]))
-            return Interval(ends[0], ends[1])
-        value = self.apply(x.center[None])[0]
-        both = self.apply_absolute(torch.stack([x.radius, x.magnitude]))
-        spread, size = both[0], both[1]
+            return Interval(self.apply(x.low), self.apply(x.high))
+        value = self.apply(x.center)
+        spread, size = self.apply_absolute(torch.cat([x.radius, x.magnitude])).chunk(2)
         self._size = x, size
         if self.bias is not None and self.bias_size is not None:
             value, size = value + self.bias, size + self.bias_size
         return around(value, spread * (1 + gamma(self.terms)) + size * gamma(self.terms))
 
     def value(self, inputs: Sequence[Tensor]) -> Tensor:
-        result = self.apply(inputs[0][None])[0]
+        result = self.apply(inputs[0])
         return result if self.bias is None else result + self.bias
 
     def size(self, x: Interval) -> Tensor:
         """A bound of the sum of absolute products of each output."""
         if self._size is None or self._size[0] is not x:
-            self._size = x, self.apply_absolute(x.magnitude[None])[0]
+            self._size = x, self.apply_absolute(x.magnitude)
         return self._size[1]
 
-    def backward(self, rows: Tensor, inputs: Sequence[Interval], slopes: Tensor | None = None) -> Step:
+    def backward(
+        self, rows: Tensor, inputs: Sequence[Interval], owners: Owners | None = None, slopes: Tensor | None = None
+    ) -> Step:
         [x] = inputs
-        result = [self.transpose(rows, x.low.shape)]
+        result = [self.transpose(rows, x.low.shape[1:])]
         if not self.terms:
             return result, rows.new_zeros(len(rows))
         error = self.size(x) * gamma(self.terms)
-        bias = torch.zeros_like(error)
-        if self.bias is not None and self.bias_size is not None:
-            bias, error = bias + self.bias, error + self.bias_size * gamma(self.terms)
-        return result, dot(rows, bias, bias, error)
+        if self.bias is None or self.bias_size is None:
+            return result, -loss(rows, error, owners)
+        bias, error = torch.zeros_like(error) + self.bias, error + self.bias_size * gamma(self.terms)
+        return result, dot(rows, bias, bias, error, owners)
 
 
 class Function(Linear):
@@ -189,7 +212,7 @@ class Layer(Linear):
 
     @abstractmethod
     def gradient(self, rows: Tensor, x: Tensor) -> Tensor:
-        """The derivative of rows . output by the weight, at one input: (rows, *weight.shape)."""
+        """The derivative of rows . output by the weight: (images, rows, *weight.shape) of (images, rows, ...)."""
 
     @abstractmethod
     def positions(self, rows: Tensor) -> int:
@@ -197,7 +220,7 @@ class Layer(Linear):
 
     @abstractmethod
     def patches(self, x: Tensor) -> Tensor:
-        """What the weights of one row are multiplied by, (weights, positions)."""
+        """What the weights of one row are multiplied by, (images, weights, positions)."""
 
     def apply(self, x: Tensor) -> Tensor:
         return self.apply_weight(x, self.weight)
@@ -213,10 +236,12 @@ class Layer(Linear):
         center = found.center
         return around(center, found.radius + radius)
 
-    def backward(self, rows: Tensor, inputs: Sequence[Interval], slopes: Tensor | None = None) -> Step:
-        result, constant = super().backward(rows, inputs)
+    def backward(
+        self, rows: Tensor, inputs: Sequence[Interval], owners: Owners | None = None, slopes: Tensor | None = None
+    ) -> Step:
+        result, constant = super().backward(rows, inputs, owners)
         if self.change is not None:
-            constant = constant - self.change.loss(self, rows, inputs[0]) * (1 + 4 * UNIT)
+            constant = constant - self.change.loss(self, rows, inputs[0], owners) * (1 + 4 * UNIT)
         return result, constant - constant.abs() * (2 * UNIT)
 
 
@@ -243,57 +268,65 @@ class Convolution(Layer):
         self._dilation, self._groups, self._spatial = list(dilation) * (spatial // len(dilation)), groups, spatial
 
     def apply_weight(self, x: Tensor, weight: Tensor) -> Tensor:
+        if self._as_product(x):
+            windows = torch.nn.functional.unfold(x, tuple(weight.shape[2:]), *self._where)
+            found = torch.bmm(weight.flatten(1).expand(len(x), -1, -1), windows)
+            return found.reshape(len(x), len(weight), *self._sizes(x.shape[2:]))
         none = [0] * self._spatial
-        return torch.ops.aten.convolution(  # type: ignore[no-any-return]
-            x, weight, None, self._stride, self._padding, self._dilation, False, none, self._groups
-        )
+        with exact_convolutions():
+            return torch.ops.aten.convolution(  # type: ignore[no-any-return]
+                x, weight, None, self._stride, self._padding, self._dilation, False, none, self._groups
+            )
 
     def transpose(self, rows: Tensor, shape: torch.Size) -> Tensor:
-        if shape.numel() * rows[0].numel() <= _SMALL:  # a matrix product is faster, although most of it is zeros
+        if shape.numel() * rows[0].numel() <= _SMALL[rows.device.type]:
+            # a matrix product is faster, although most of it is zeros
             if self._matrix is None or len(self._matrix) != shape.numel():
                 units = torch.eye(shape.numel(), dtype=rows.dtype, device=rows.device)
                 self._matrix = self.apply(units.reshape(-1, *shape)).flatten(1)
             return (rows.flatten(1) @ self._matrix.T).reshape(len(rows), *shape)
+        if self._as_product(rows):
+            windows = torch.bmm(self.weight.flatten(1).T.expand(len(rows), -1, -1), rows.flatten(2))
+            return torch.nn.functional.fold(windows, tuple(shape[1:]), tuple(self.weight.shape[2:]), *self._where)
         like = rows.new_empty(1).expand(len(rows), *shape)
-        none, mask = [0] * self._spatial, [True, False, False]
-        found = torch.ops.aten.convolution_backward(
-            *(
-                rows,
-                like,
-                self.weight,
-                None,
-                self._stride,
-                self._padding,
-                self._dilation,
-                False,
-                none,
-                self._groups,
-                mask,
+        return self._backward(rows, like, [True, False, False])[0]
+
+    def _as_product(self, x: Tensor) -> bool:
+        """Whether to compute the convolution as one matrix product: without cuDNN, PyTorch does so image by image."""
+        return x.device.type == "cuda" and self._spatial == 2 and self._groups == 1
+
+    @property
+    def _where(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+        return tuple(self._dilation), tuple(self._padding), tuple(self._stride)
+
+    def _sizes(self, sizes: Sequence[int]) -> list[int]:
+        """The spatial sizes of the outputs."""
+        options = zip(sizes, self.weight.shape[2:], self._stride, self._padding, self._dilation, strict=True)
+        return [(size + 2 * pad - step * (taps - 1) - 1) // stride + 1 for size, taps, stride, pad, step in options]
+
+    def _backward(self, rows: Tensor, x: Tensor, wanted: list[bool]) -> list[Tensor]:
+        none = [0] * self._spatial
+        with exact_convolutions():
+            return torch.ops.aten.convolution_backward(  # type: ignore[no-any-return]
+                *(rows, x, self.weight, None, self._stride, self._padding, self._dilation, False, none),
+                *(self._groups, wanted),
             )
-        )
-        return found[0]  # type: ignore[no-any-return]
 
     def gradient(self, rows: Tensor, x: Tensor) -> Tensor:
         if self._spatial != 2:  # unfold is for images only
-            return torch.stack([self._gradient(row, x) for row in rows])
+            return torch.stack([torch.stack([self._gradient(row, x[i]) for row in rows[i]]) for i in range(len(x))])
         groups, patches = self._groups, self.patches(x)
-        patches = patches.reshape(groups, -1, patches.shape[1])
-        parts = rows.reshape(len(rows), groups, rows.shape[1] // groups, -1)
-        return torch.einsum("sgop,gkp->sgok", parts, patches).reshape(len(rows), *self.weight.shape)
+        patches = patches.reshape(len(x), groups, -1, patches.shape[2])
+        parts = rows.reshape(*rows.shape[:2], groups, rows.shape[2] // groups, -1)
+        return torch.einsum("isgop,igkp->isgok", parts, patches).reshape(*rows.shape[:2], *self.weight.shape)
 
     def patches(self, x: Tensor) -> Tensor:
         if self._spatial != 2:
             raise ModelError(f"certify has no bounds for changed masks of {self.name}: it is no convolution of images")
-        where = (tuple(self._dilation), tuple(self._padding), tuple(self._stride))
-        return torch.nn.functional.unfold(x[None], tuple(self.weight.shape[2:]), *where)[0]
+        return torch.nn.functional.unfold(x, tuple(self.weight.shape[2:]), *self._where)
 
     def _gradient(self, row: Tensor, x: Tensor) -> Tensor:
-        none, mask = [0] * self._spatial, [False, True, False]
-        found = torch.ops.aten.convolution_backward(
-            *(row[None], x[None], self.weight, None, self._stride, self._padding, self._dilation, False, none),
-            *(self._groups, mask),
-        )
-        return found[1]  # type: ignore[no-any-return]
+        return self._backward(row[None], x[None], [False, True, False])[1]
 
     def positions(self, rows: Tensor) -> int:
         return math.prod(rows.shape[2:])
@@ -313,13 +346,14 @@ class Product(Layer):
 
     def gradient(self, rows: Tensor, x: Tensor) -> Tensor:
         outputs, inputs = self.weight.shape
-        return torch.einsum("spo,pk->sok", rows.reshape(len(rows), -1, outputs), x.reshape(-1, inputs))
+        parts = rows.reshape(*rows.shape[:2], -1, outputs)
+        return torch.einsum("ispo,ipk->isok", parts, x.reshape(len(x), -1, inputs))
 
     def positions(self, rows: Tensor) -> int:
         return math.prod(rows.shape[1:-1])
 
     def patches(self, x: Tensor) -> Tensor:
-        return x.reshape(-1, x.shape[-1]).T
+        return x.reshape(len(x), -1, x.shape[-1]).transpose(1, 2)
 
 
 class Sum(Operator):
@@ -335,13 +369,14 @@ class Sum(Operator):
         low, high = one.low + other.low, one.high + other.high
         return Interval(low - low.abs() * (2 * UNIT), high + high.abs() * (2 * UNIT))
 
-    def backward(self, rows: Tensor, inputs: Sequence[Interval], slopes: Tensor | None = None) -> Step:
-        one, other = (_reduced(part, x.low.shape) for part, x in zip((rows, self._sign * rows), inputs, strict=True))
-        if rows.shape[1:] == inputs[0].low.shape == inputs[1].low.shape:
-            return [one, other], rows.new_zeros(len(rows))
+    def backward(
+        self, rows: Tensor, inputs: Sequence[Interval], owners: Owners | None = None, slopes: Tensor | None = None
+    ) -> Step:
+        parts = [_reduced(part, x.low.shape[1:]) for part, x in zip((rows, self._sign * rows), inputs, strict=True)]
+        if rows.shape[1:] == inputs[0].low.shape[1:] == inputs[1].low.shape[1:]:
+            return parts, rows.new_zeros(len(rows))
         error = (inputs[0].magnitude + inputs[1].magnitude) * gamma(rows[0].numel())
-        nothing = torch.zeros_like(error)
-        return [one, other], dot(rows, nothing, nothing, error)
+        return parts, -loss(rows, error, owners)
 
 
 def _reduced(rows: Tensor, shape: torch.Size) -> Tensor:
@@ -359,11 +394,14 @@ class Concatenation(Operator):
         self._dim = dim
 
     def interval(self, inputs: Sequence[Interval]) -> Interval:
-        return Interval(*(torch.cat(ends, self._dim) for ends in zip(*inputs, strict=True)))
-
-    def backward(self, rows: Tensor, inputs: Sequence[Interval], slopes: Tensor | None = None) -> Step:
         dim = self._dim + 1 if self._dim >= 0 else self._dim
-        sizes = [x.low.shape[self._dim] for x in inputs]
+        return Interval(*(torch.cat(ends, dim) for ends in zip(*inputs, strict=True)))
+
+    def backward(
+        self, rows: Tensor, inputs: Sequence[Interval], owners: Owners | None = None, slopes: Tensor | None = None
+    ) -> Step:
+        dim = self._dim + 1 if self._dim >= 0 else self._dim
+        sizes = [x.low.shape[dim] for x in inputs]
         return list(rows.split(sizes, dim)), rows.new_zeros(len(rows))
 
 
@@ -375,24 +413,29 @@ class Elementwise(Operator):
     _lines: tuple[Interval, Lines] | None = None
 
     @abstractmethod
-    def lines(self, x: Interval, slopes: Tensor | None = None) -> Lines:
+    def lines(self, x: Interval) -> Lines:
         """Lines below and above the function on an interval, valid as they are rounded."""
 
-    def _lines_of(self, x: Interval, slopes: Tensor | None) -> Lines:
+    def below(self, x: Interval, slopes: Tensor, owners: Owners | None) -> Tensor:
+        """Slopes of lines below the function, with the same intercept, that are as close to given ones as is valid."""
+        raise NotImplementedError
+
+    def _lines_of(self, x: Interval) -> Lines:
         """The lines, remembered for the last interval."""
-        if slopes is not None:
-            return self.lines(x, slopes)
         if self._lines is None or self._lines[0] is not x:
             self._lines = x, self.lines(x)
         return self._lines[1]
 
-    def backward(self, rows: Tensor, inputs: Sequence[Interval], slopes: Tensor | None = None) -> Step:
+    def backward(
+        self, rows: Tensor, inputs: Sequence[Interval], owners: Owners | None = None, slopes: Tensor | None = None
+    ) -> Step:
         [x] = inputs
-        below, low, above, high = self._lines_of(x, slopes)
+        below, low, above, high = self._lines_of(x)
+        error = x.magnitude * torch.maximum(below.abs(), above.abs()).clamp(min=1) * (4 * UNIT)
+        below = per_row(below, owners) if slopes is None else self.below(x, slopes, owners)
         plus = rows.clamp(min=0)
-        result = plus * below + (rows - plus) * above
-        error = x.magnitude * torch.maximum(below.abs(), above.abs()) * (4 * UNIT)
-        return [result], dot(rows, low, high, error)
+        result = plus * below + (rows - plus) * per_row(above, owners)
+        return [result], dot(rows, low, high, error, owners)
 
 
 class ReLU(Elementwise):
@@ -404,15 +447,19 @@ class ReLU(Elementwise):
     def interval(self, inputs: Sequence[Interval]) -> Interval:
         return Interval(inputs[0].low.clamp(min=0), inputs[0].high.clamp(min=0))
 
-    def lines(self, x: Interval, slopes: Tensor | None = None) -> Lines:
+    def lines(self, x: Interval) -> Lines:
         low, high = x
         active, open_ = (low >= 0).to(low), self.open(x)
         above = torch.where(open_, high / (high - low).clamp(min=1e-300), active).clamp(max=1)
         needed = torch.maximum(-low * above, high * (1 - above)) * (1 + 8 * UNIT)  # for the slope as it is rounded
         intercept = torch.where(open_, needed, torch.zeros_like(low))
-        chosen = (high > -low).to(low) if slopes is None else slopes
-        below = torch.where(open_, chosen, active)
+        below = torch.where(open_, (high > -low).to(low), active)
         return below, torch.zeros_like(low), above, intercept
+
+    def below(self, x: Interval, slopes: Tensor, owners: Owners | None) -> Tensor:
+        active = per_row((x.low >= 0).to(x.low), owners)
+        valid = torch.where((slopes >= 0) & (slopes <= 1), slopes, slopes.detach().clamp(0, 1))
+        return torch.where(per_row(self.open(x), owners), valid, active)
 
 
 @dataclass(frozen=True)
@@ -447,7 +494,7 @@ class Smooth(Elementwise):
         [x] = inputs
         return self._range(x, torch.zeros_like(x.low))
 
-    def lines(self, x: Interval, slopes: Tensor | None = None) -> Lines:
+    def lines(self, x: Interval) -> Lines:
         rise = self._curve.function(x.high) - self._curve.function(x.low)
         width = x.high - x.low
         middle = x.center.clone().requires_grad_(True)
@@ -497,7 +544,7 @@ class Normalise(Elementwise):
         high = torch.maximum(x.high * small, x.high * large)
         return Interval(low - low.abs() * (2 * UNIT), high + high.abs() * (2 * UNIT))
 
-    def lines(self, x: Interval, slopes: Tensor | None = None) -> Lines:
+    def lines(self, x: Interval) -> Lines:
         small, large = (factor.expand_as(x.low) for factor in self._factors(x))
         low, high = x
         crosses, width = (low < 0) & (high > 0), (high - low).clamp(min=1e-300)
@@ -525,47 +572,41 @@ class MaxPool(Operator):
 
     def _pool(self, x: Tensor) -> tuple[Tensor, Tensor]:
         options = (self.kernel, self.stride, self.padding, self.dilation, self.ceil)
-        return torch.nn.functional.max_pool2d(x[None], *options, return_indices=True)
+        return torch.nn.functional.max_pool2d(x, *options, return_indices=True)
 
     def interval(self, inputs: Sequence[Interval]) -> Interval:
-        return Interval(*(self._pool(end)[0][0] for end in inputs[0]))
+        return Interval(*(self._pool(end)[0] for end in inputs[0]))
 
-    def backward(self, rows: Tensor, inputs: Sequence[Interval], slopes: Tensor | None = None) -> Step:
+    def backward(
+        self, rows: Tensor, inputs: Sequence[Interval], owners: Owners | None = None, slopes: Tensor | None = None
+    ) -> Step:
         [x] = inputs
-        _, best = self._pool(x.center)
-        best = best[0]  # (channels, height, width): the place in its channel of the value to follow
-        channels = x.low.shape[0]
-        flat = best.reshape(channels, -1)
-        others = self._without(x.high, flat, best.shape)
-        alone = (x.low.reshape(channels, -1).gather(1, flat).reshape(best.shape) >= others).to(rows)
-        top = self._pool(x.high)[0][0]
+        _, best = self._pool(x.center)  # (images, channels, height, width): the place in its channel to follow
+        channels = x.low.shape[1]
+        flat = best.flatten(2)
+        others = self._without(x.high, best)
+        alone = (x.low.flatten(2).gather(2, flat).reshape(best.shape) >= others).to(rows)
+        top = self._pool(x.high)[0]
         plus = rows.clamp(min=0)
-        kept = plus + (rows - plus) * alone
-        result = rows.new_zeros(len(rows), channels, x.low[0].numel())
-        result = result.scatter_add(2, flat.expand(len(rows), -1, -1), kept.reshape(len(rows), channels, -1))
-        nothing = torch.zeros_like(top)
-        windows = math.prod(self.kernel)
-        error = x.magnitude.max() * gamma(windows)  # several windows may share a place
-        constant = dot(rows, nothing, top * (1 - alone), nothing + error)
-        return [result.reshape(len(rows), *x.low.shape)], constant
+        kept = plus + (rows - plus) * per_row(alone, owners)
+        result = rows.new_zeros(len(rows), channels, x.low[0, 0].numel())
+        result = result.scatter_add(2, per_row(flat, owners).expand(len(rows), -1, -1), kept.flatten(2))
+        error = torch.zeros_like(top) + x.magnitude.max() * gamma(math.prod(self.kernel))  # windows may share a place
+        constant = dot(rows, torch.zeros_like(top), top * (1 - alone), error, owners)
+        return [result.reshape(len(rows), *x.low.shape[1:])], constant
 
-    def _without(self, high: Tensor, chosen: Tensor, shape: torch.Size) -> Tensor:
+    def _without(self, high: Tensor, best: Tensor) -> Tensor:
         """The largest of all other values in each window."""
         sides: list[int] = []
         for pad, size, step in zip(self.padding, self.kernel, self.dilation, strict=True):
             sides = [pad, pad + size * step, *sides]  # also beyond the border, where windows may end with ceil_mode
-        places = torch.arange(high[0].numel(), device=high.device).reshape(1, *high.shape[1:])
+        places = torch.arange(high[0, 0].numel(), device=high.device).reshape(1, 1, *high.shape[2:])
         padded = torch.nn.functional.pad(high, sides, value=-math.inf)
         places = torch.nn.functional.pad(places, sides, value=-1)
-        result = torch.full(shape, -math.inf, dtype=high.dtype, device=high.device)
+        result = torch.full(best.shape, -math.inf, dtype=high.dtype, device=high.device)
         for offsets in itertools.product(*map(range, self.kernel)):
-            window = (
-                slice(None),
-                *(
-                    slice(at * step, at * step + (size - 1) * stride + 1, stride)
-                    for at, step, size, stride in zip(offsets, self.dilation, shape[1:], self.stride, strict=True)
-                ),
-            )
-            other = places[window] != chosen.reshape(shape)
-            result = torch.where(other, torch.maximum(result, padded[window]), result)
+            across = zip(offsets, self.dilation, best.shape[2:], self.stride, strict=True)
+            ends = [(at * step, at * step + (size - 1) * stride + 1, stride) for at, step, size, stride in across]
+            window: tuple[Any, ...] = (..., *(slice(*one) for one in ends))
+            result = torch.where(places[window] != best, torch.maximum(result, padded[window]), result)
         return result

@@ -1,11 +1,11 @@
 """Proofs for single images: the margin by which a class stays the predicted one, for each network.
 
-Images are taken one by one; Ctrl-C keeps those that are finished.
+Images are taken one by one, on a GPU a few at a time; Ctrl-C keeps those that are finished.
 """
 
 import math
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +18,9 @@ from halve.certify.crown import TOLERANCE
 from halve.certify.digests import ImageDigest
 from halve.certify.network import Network, network_of
 from halve.errors import DataError, ModelError
+from halve.learn.frozen import device_of
 
+_AT_ONCE = 30_000  # values of the largest node of all images that are taken together on a GPU
 EXACT = (
     "the networks are as stored, in eval mode, and computed in exact arithmetic: the proof bounds its own rounding, "
     "but not that of the program that runs the network",
@@ -100,6 +102,11 @@ class Proofs:
         return counts | {"per_image": [proof.plain() for proof in self.found]}
 
 
+def at_once(network: Network, device: torch.device) -> int:
+    """How many images to take together: on a GPU, enough to fill it."""
+    return 1 if device.type == "cpu" else max(1, _AT_ONCE // network.largest)
+
+
 class Pair:
     """The masked network and the dense one; each is captured when its operators are first needed."""
 
@@ -115,6 +122,11 @@ class Pair:
             self._networks[name] = network_of(self._models[name], example)
         return self._networks[name]
 
+    @property
+    def device(self) -> torch.device:
+        """Where the networks are."""
+        return device_of(self._models["dense"])
+
     def see(self, image: Tensor) -> tuple[int, bool]:
         """The class of the dense network, and whether the masked one predicts it too."""
         if image.shape != self._shape:
@@ -129,25 +141,51 @@ class Pair:
         return label, int(scores["masked"].argmax()) == label
 
 
-def prove(pair: Pair, data: Any, one: Callable[[Tensor, int], Proof], progress: Progress) -> Proofs:
+Prover = Callable[[Tensor, Sequence[int]], list[Proof]]
+
+
+def prove(pair: Pair, data: Any, several: Prover, progress: Progress) -> Proofs:
     """Prove something for each image for which both networks predict the same class.
 
     Args:
         pair: The networks.
         data: Batches of images.
-        one: Proves it for an image in float64, without a batch dimension, and its class.
+        several: Proves it for images of one shape in float64, (images, ...), and their classes.
         progress: Show progress.
     """
     proofs = Proofs()
     with suppress(KeyboardInterrupt):
         proofs.interrupted = True
-        for image in tracked(_images(data, proofs.images), progress, "images"):
-            label, agree = pair.see(image)
-            proofs.found.append(one(image, label) if agree else Proof(label, None, agree=False))
+        images = (image.to(pair.device) for image in _images(data, proofs.images))
+        for group in _groups(pair, tracked(images, progress, "images")):
+            found: dict[int, Proof] = {}
+            agree = [place for place, (_, _, same) in enumerate(group) if same]
+            if agree:
+                labels = [group[place][1] for place in agree]
+                found = dict(
+                    zip(agree, several(torch.stack([group[place][0] for place in agree]), labels), strict=True)
+                )
+            for place, (_, label, _) in enumerate(group):
+                proofs.found.append(found.get(place, Proof(label, None, agree=False)))
         proofs.interrupted = False
     if not proofs.found:
         raise DataError("interrupted before the first image was finished")
     return proofs
+
+
+def _groups(pair: Pair, images: Iterable[Tensor]) -> Iterator[list[tuple[Tensor, int, bool]]]:
+    """Images of one shape to take together, each with its class and whether both networks predict it."""
+    group: list[tuple[Tensor, int, bool]] = []
+    for image in images:
+        if group and image.shape != group[0][0].shape:
+            yield group
+            group = []
+        group.append((image, *pair.see(image)))
+        if len(group) >= at_once(pair["masked"], pair.device):
+            yield group
+            group = []
+    if group:
+        yield group
 
 
 def _images(data: Any, digest: ImageDigest) -> Iterator[Tensor]:
@@ -155,7 +193,7 @@ def _images(data: Any, digest: ImageDigest) -> Iterator[Tensor]:
     for index, batch in enumerate(iterate(data)):
         for image in images_of(batch):
             digest.add(image[None], None, index)
-            yield image.detach().cpu().double()
+            yield image.detach().double()
 
 
 def described(proofs: Proofs, statement: str) -> str:

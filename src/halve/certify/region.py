@@ -1,5 +1,6 @@
 """Region: for every input close to an image, both networks predict the class that the dense one predicts for it."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,7 +9,7 @@ from torch import Tensor, nn
 
 from halve.batches import Progress
 from halve.certify.certificate import Certificate
-from halve.certify.crown import proven_margin
+from halve.certify.crown import proven_margins
 from halve.certify.proofs import EXACT, Pair, Proof, described, prove
 from halve.certify.rounding import UNIT, Interval
 from halve.errors import DataError
@@ -31,15 +32,18 @@ def region(
     """Certify all inputs within `eps` of images; see `halve.certify`."""
     pair = Pair(masked, dense)
 
-    def one(image: Tensor, label: int) -> Proof:
-        near, margin = box(image, eps, mean, std), float("inf")
+    def several(images: Tensor, labels: Sequence[int]) -> list[Proof]:
+        near = box(images, eps, mean, std)
+        margins = dict.fromkeys(range(len(labels)), math.inf)
         for name in ("masked", "dense"):
-            margin = min(margin, proven_margin(pair[name], near, {}, label, optimise)[0])
-            if margin <= 0:
-                break
-        return Proof(label, margin, agree=True)
+            left = [i for i, margin in margins.items() if margin > 0]
+            if left:
+                some = Interval(near.low[left], near.high[left])
+                found = proven_margins(pair[name], some, {}, [labels[i] for i in left], optimise)
+                margins |= {i: min(margins[i], margin.bound) for i, margin in zip(left, found, strict=True)}
+        return [Proof(label, margin, agree=True) for label, margin in zip(labels, margins.values(), strict=True)]
 
-    proofs = prove(pair, data, one, progress)
+    proofs = prove(pair, data, several, progress)
     pixels = mean is not None
     where = f"{eps * 255:.4g}/255 per pixel" if pixels else f"{eps:.4g} per input value"
     kind = (
@@ -55,18 +59,18 @@ def region(
 
 
 def box(image: Tensor, eps: float, mean: Sequence[float] | None, std: Sequence[float] | None) -> Interval:
-    """All inputs within `eps` of an image, rounded outwards.
+    """All inputs within `eps` of images, (images, channels, ...), rounded outwards.
 
-    >>> near = box(torch.zeros(1, 1, 1, dtype=torch.float64), 0.1, [0.5], [0.5])
+    >>> near = box(torch.zeros(1, 1, 1, 1, dtype=torch.float64), 0.1, [0.5], [0.5])
     >>> f"{near.high.item():.3f}", f"{box(near.high * 4.9, 0.1, [0.5], [0.5]).high.item():.3f}"
     ('0.200', '1.000')
     """
     if mean is None or std is None:
         radius = torch.full_like(image, eps)
     else:
-        if len(mean) != image.shape[0] or len(std) != image.shape[0]:
-            raise DataError(f"mean= and std= need one number for each of {image.shape[0]} channels")
-        centre, scale = (torch.tensor(one, dtype=image.dtype).reshape(-1, 1, 1) for one in (mean, std))
+        if len(mean) != image.shape[1] or len(std) != image.shape[1]:
+            raise DataError(f"mean= and std= need one number for each of {image.shape[1]} channels")
+        centre, scale = (image.new_tensor(one).reshape(-1, 1, 1) for one in (mean, std))
         radius = (eps / scale).expand_as(image)
     wide = radius * (1 + 8 * UNIT) + image.abs() * (2 * UNIT)
     low, high = image - wide, image + wide

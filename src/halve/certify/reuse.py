@@ -5,7 +5,7 @@ u is the largest change of a single weight, as a share of the root mean square o
 
 import fnmatch
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Literal
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from halve.batches import Progress
 from halve.certify.certificate import Certificate
 from halve.certify.changes import WeightBox
-from halve.certify.crown import proven_margin
+from halve.certify.crown import Margin, proven_margins
 from halve.certify.proofs import EXACT, Pair, Proof, described, prove
 from halve.certify.rounding import Interval
 from halve.errors import OptionError, listed
@@ -45,37 +45,46 @@ def reuse(
     names: list[str] = []
     last = FIRST
 
-    def margin(image: Tensor, label: int, u: float) -> tuple[float, str]:
-        """The smallest margin of the networks, and what rounding is assumed."""
-        point, found, assumed = Interval(image, image), math.inf, ""
-        for network in ("masked", "dense") if also_dense else ("masked",):
-            changes = {name: WeightBox(u * units[network][name]) for name in names}
-            one, rounding = proven_margin(pair[network], point, changes, label, optimise)
-            found, assumed = min(found, one), assumed or rounding
-            if not found > 0:
-                break
-        return found, assumed
-
-    def one(image: Tensor, label: int) -> Proof:
-        nonlocal last
+    def margins(images: Tensor, labels: Sequence[int], sizes: Sequence[float]) -> list[Margin]:
+        """The smallest margins of the networks for updates of these sizes, and what rounding is assumed."""
         if not names:
             names.extend(chosen(list(pair["masked"].layers), layers))
+        found = {i: Margin(math.inf, "") for i in range(len(labels))}
+        for network in ("masked", "dense") if also_dense else ("masked",):
+            left = [i for i, one in found.items() if one.bound > 0]
+            if left:
+                scale = images.new_tensor([sizes[i] for i in left])
+                changes = {name: WeightBox(units[network][name], scale) for name in names}
+                some = Interval(images[left], images[left])
+                bounds = proven_margins(pair[network], some, changes, [labels[i] for i in left], optimise)
+                for i, (bound, assumed) in zip(left, bounds, strict=True):
+                    found[i] = Margin(min(found[i].bound, bound), found[i].assumed or assumed)
+        return list(found.values())
+
+    def several(images: Tensor, labels: Sequence[int]) -> list[Proof]:
+        nonlocal last
         if update != "radius":
-            found, assumed = margin(image, label, update)
-            return Proof(label, found, agree=True, assumed=assumed)
-        seen: dict[float, tuple[float, str]] = {}
+            bounds = margins(images, labels, [update] * len(labels))
+            return [
+                Proof(label, one.bound, agree=True, assumed=one.assumed)
+                for label, one in zip(labels, bounds, strict=True)
+            ]
+        seen: list[dict[float, Margin]] = [{} for _ in labels]
 
-        def holds(u: float) -> bool:
-            seen[u] = margin(image, label, u)
-            return seen[u][0] > 0
+        def hold(which: Sequence[int], sizes: Sequence[float]) -> list[bool]:
+            found = margins(images[list(which)], [labels[i] for i in which], sizes)
+            for i, u, one in zip(which, sizes, found, strict=True):
+                seen[i][u] = one
+            return [one.bound > 0 for one in found]
 
-        radius = largest(holds, last)
-        if not radius:
-            return Proof(label, max(found for found, _ in seen.values()), agree=True, radius=0.0)
-        last = radius
-        return Proof(label, seen[radius][0], agree=True, radius=radius, assumed=seen[radius][1])
+        proofs = []
+        for label, tried, radius in zip(labels, seen, largest(hold, [last] * len(labels)), strict=True):
+            best = tried[radius] if radius else max(tried.values())
+            proofs.append(Proof(label, best.bound, agree=True, radius=radius, assumed=best.assumed if radius else ""))
+        last = next((proof.radius for proof in reversed(proofs) if proof.radius), last)
+        return proofs
 
-    proofs = prove(pair, data, one, progress)
+    proofs = prove(pair, data, several, progress)
     which = "all layers" if layers is None else listed(layers)
     unit = "of the layer's root mean square" if relative else "each"
     result = proofs.result()
@@ -104,10 +113,10 @@ def weight_units(dense: nn.Module, masks: MaskSet, relative: bool) -> dict[str, 
     full, kept = {}, {}
     for name, module in dense.named_modules():
         if kind_of(module):
-            weight = weight_of(module).detach().double().cpu()
+            weight = weight_of(module).detach().double()
             scale = float(weight.square().mean().sqrt()) * (1 + 1e-12) if relative else 1.0
             full[name] = torch.full_like(weight, scale)
-            kept[name] = full[name] * masks[name].kept() if name in masks else full[name]
+            kept[name] = full[name] * masks[name].kept().to(weight.device) if name in masks else full[name]
     return {"masked": kept, "dense": full}
 
 
@@ -125,28 +134,46 @@ def chosen(known: Sequence[str], layers: Sequence[str] | None) -> list[str]:
     return [name for name in known if any(fnmatch.fnmatchcase(name, glob) for glob in layers)]
 
 
-def largest(holds: Callable[[float], bool], first: float) -> float:
-    """The largest number found for which something holds, by bisection: it was verified; 0.0 if there is none.
+def largest(hold: Callable[[Sequence[int], Sequence[float]], Sequence[bool]], first: Sequence[float]) -> list[float]:
+    """The largest numbers found for which something holds, by bisection: they were verified; 0.0 where there is none.
 
-    >>> 0.95 / 3 <= largest(lambda u: u <= 1 / 3, 1e-3) <= 1 / 3
-    True
+    Args:
+        hold: `hold(which, sizes)` says for some of the searches whether it holds for a number.
+        first: Where each search starts.
+
+    >>> [one, two] = largest(lambda which, sizes: [u <= (1 / 3, 7)[i] for i, u in zip(which, sizes)], [1e-3, 1e-3])
+    >>> 0.95 / 3 <= one <= 1 / 3, 0.95 * 7 <= two <= 7
+    (True, True)
     """
-    low, high = 0.0, 0.0
-    u = first
-    if holds(u):
+    searches = [_search(one) for one in first]
+    asked, found = {i: next(search) for i, search in enumerate(searches)}, [0.0] * len(first)
+    while asked:
+        which, sizes, asked = list(asked), list(asked.values()), {}
+        for i, good in zip(which, hold(which, sizes), strict=True):
+            try:
+                asked[i] = searches[i].send(good)
+            except StopIteration as end:
+                found[i] = end.value
+    return found
+
+
+def _search(u: float) -> Generator[float, bool, float]:
+    """Yields numbers to try, is sent whether it holds for them, and returns the largest for which it does."""
+    low, high, first = 0.0, 0.0, u
+    if (yield u):
         while not high and u < _LARGEST:
             low, u = u, u * 2
-            if not holds(u):
+            if not (yield u):
                 high = u
     else:
         high = u
         while not low and u > _SMALLEST:
             u /= 2 if u > first / 8 else 16
-            if holds(u):
+            if (yield u):
                 low = u
             else:
                 high = u
     while low and high and high > low * (1 + PRECISION):
         middle = math.sqrt(low * high)
-        low, high = (middle, high) if holds(middle) else (low, middle)
+        low, high = (middle, high) if (yield middle) else (low, middle)
     return low

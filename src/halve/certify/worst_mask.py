@@ -4,6 +4,7 @@ That no legal mask changes a prediction is false on real networks. What can be s
 where that is proven, and that a certain number does, where an attack finds them.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from torch import Tensor, nn
@@ -12,7 +13,7 @@ from halve.batches import Progress
 from halve.certify.attack import attack_masks
 from halve.certify.certificate import Certificate
 from halve.certify.changes import BlockChanges
-from halve.certify.crown import proven_margin
+from halve.certify.crown import proven_margins
 from halve.certify.proofs import EXACT, Pair, Proof, described, prove
 from halve.certify.rounding import Interval
 from halve.errors import ModelError, listed
@@ -41,12 +42,16 @@ def worst_mask(
     }
     attacked: list[int | None] = []
 
-    def one(image: Tensor, label: int) -> Proof:
-        margin, assumed = proven_margin(pair["masked"], Interval(image, image), changes, label, optimise)
-        attacked.append(attack_masks(masked, dense, masks, image, label))
-        return Proof(label, margin, agree=True, assumed=assumed)
+    def several(images: Tensor, labels: Sequence[int]) -> list[Proof]:
+        found = proven_margins(pair["masked"], Interval(images, images), changes, labels, optimise)
+        attacked.extend(
+            attack_masks(masked, dense, masks, image, label) for image, label in zip(images, labels, strict=True)
+        )
+        return [
+            Proof(label, one.bound, agree=True, assumed=one.assumed) for label, one in zip(labels, found, strict=True)
+        ]
 
-    proofs = prove(pair, data, one, progress)
+    proofs = prove(pair, data, several, progress)
     known = [count for count in attacked if count is not None]
     statement = f"no change of at most {blocks:,} of the masks' blocks to other legal ones changes the prediction"
     sentence = described(proofs, statement)

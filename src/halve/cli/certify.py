@@ -23,6 +23,12 @@ def certify(
     reference: Annotated[
         Path | None, typer.Option(help="Checkpoint whose predictions are to be kept (default: --weights, dense).")
     ] = None,
+    onnx: Annotated[
+        Path | None,
+        typer.Option(
+            help="ONNX file to compare with the reference instead of --masks. It runs in onnxruntime on the CPU."
+        ),
+    ] = None,
     share: Annotated[
         float | None,
         typer.Option(min=0, max=1, help="Stop as soon as this share is proven or refuted, such as 0.99."),
@@ -70,19 +76,23 @@ def certify(
 ) -> None:
     """Certify what masks do not change: how often predictions stay the same, from images without labels.
 
-    Two mask files are compared with each other on the same images. Statements about single images are proven with
-    --region, --reuse and --changed-blocks, which takes seconds for each: --images limits their number. --check computes
-    a certificate again. Exit codes: 0 proven, 1 not proven, or --check failed; 2 bad input.
+    Two mask files are compared with each other on the same images, an exported file (--onnx) with the dense network.
+    Statements about single images are proven with --region, --reuse and --changed-blocks, which takes seconds for each:
+    --images limits their number. --check computes a certificate again. Exit codes: 0 proven, 1 not proven, or --check
+    failed; 2 bad input.
 
     \b
     halve certify zoo.py:net --weights net.safetensors --masks net.masks.safetensors --data photos/
+    halve certify zoo.py:net --weights net.safetensors --onnx net.onnx --data photos/
     """
     files = list(masks or ())
     if len(files) > 2:
         raise OptionError(f"--masks names one file, or two to compare; got {len(files)}")
+    if onnx is not None and files:
+        raise OptionError("--onnx cannot be combined with --masks: the file has its masks in its weights")
     output = None
     if out is not None:
-        inputs = reads(MODEL=model, weights=weights, reference=reference, data=data, check=check)
+        inputs = reads(MODEL=model, weights=weights, reference=reference, onnx=onnx, data=data, check=check)
         inputs |= {"--masks": files}
         output = Output.open(context, out, CERTIFICATE, inputs, force)
     claimed = None if check is None else halve.Certificate.load(check)
@@ -92,14 +102,19 @@ def certify(
     proof: dict[str, Any] = {"layers": layers or None, "also_dense": also_dense}
     proof["changed_blocks"] = changed_blocks
     if region is not None:
-        proof |= {"region": _number("--region", region)} | _normalisation(opened.preprocess)
+        if opened.normalization is None:
+            raise OptionError("--region needs to know how pixels are normalised: pass --size, --mean and --std")
+        proof |= {"region": _number("--region", region)} | dict(zip(("mean", "std"), opened.normalization, strict=True))
     if reuse is not None:
         proof["reuse"] = reuse if reuse == "radius" else _number("--reuse", reuse)
     # in random order: a folder is sorted by class, and counting may stop early
     source = opened.data(data, batch=batch, workers=workers, limit=images, shuffle=True)
+    certified = opened.model
+    if onnx is not None:
+        certified, other = halve.load_onnx(onnx, preprocess=opened.normalization), other or opened.model
     try:
         found = halve.certify(
-            opened.model,
+            certified,
             read[0] if read else None,
             source.loader,
             against=read[1] if len(read) > 1 else None,
@@ -132,14 +147,6 @@ def _number(option: str, text: str) -> float:
         return float(above) / float(below or 1)
     except (ValueError, ZeroDivisionError) as error:
         raise OptionError(f"{option} must be a number such as 0.01 or 2/255, got {text!r}") from error
-
-
-def _normalisation(preprocess: Any) -> dict[str, Any]:
-    """How pixels were normalised."""
-    mean, std = (getattr(preprocess, name, None) for name in ("mean", "std"))
-    if mean is None or std is None:
-        raise OptionError("--region needs to know how pixels are normalised: pass --size, --mean and --std")
-    return {"mean": tuple(mean), "std": tuple(std)}
 
 
 def _show(found: halve.Certificate, check: Path | None) -> None:

@@ -83,11 +83,13 @@ def export(
     if calibrate is not None:
         limit = {"limit": calibration_images, "shuffle": True}
         batches = opened.data(calibrate, batch=32, workers=0, **limit).loader
+    if with_preprocess and opened.normalization is None:
+        raise OptionError("--with-preprocess: the model's preprocessing is not known; pass --size, --mean and --std")
     results: list[Exported] = []
 
     def write(path: Path) -> None:
         options: Any = {"dtype": wanted, "on_changed": on_changed}
-        options |= {"preprocess": _normalization(opened.preprocess) if with_preprocess else None}
+        options |= {"preprocess": opened.normalization if with_preprocess else None}
         options |= {"int8": int8, "calibrate": batches, "max_drop": max_drop}
         results.append(halve.export(opened.model, read, example, path, force=force, progress=progress.track, **options))
 
@@ -134,15 +136,6 @@ def check_onnx(
         _show_commands(check)
     if not check.ok:
         raise typer.Exit(EXIT_CODES[check.status])
-
-
-def _normalization(preprocess: Any) -> tuple[Any, Any]:
-    """The mean and standard deviation that a preprocessing subtracts and divides by."""
-    steps = [preprocess, *getattr(preprocess, "transforms", ())]
-    found = next((step for step in steps if hasattr(step, "mean") and hasattr(step, "std")), None)
-    if found is None:
-        raise OptionError("--with-preprocess: the model's preprocessing is not known; pass --size, --mean and --std")
-    return tuple(map(float, found.mean)), tuple(map(float, found.std))
 
 
 def _show(check: OnnxCheck) -> None:

@@ -121,6 +121,13 @@ class Opened:
     def model(self) -> torch.nn.Module:
         return self.source.model
 
+    @property
+    def normalization(self) -> tuple[tuple[float, ...], tuple[float, ...]] | None:
+        """The mean and standard deviation that the preprocessing subtracts and divides by, where they are known."""
+        steps = [self.preprocess, *getattr(self.preprocess, "transforms", ())]
+        found = next((step for step in steps if hasattr(step, "mean") and hasattr(step, "std")), None)
+        return None if found is None else (tuple(map(float, found.mean)), tuple(map(float, found.std)))
+
     def example(self) -> torch.Tensor:
         """Two images of noise, to capture the network on without data."""
         first = next((module for module in self.model.modules() if isinstance(module, torch.nn.Conv2d)), None)

@@ -38,10 +38,10 @@ class Entry:
             )
         self._transform: Any = model.transform if self.is_detector else None
         self._parameters = inspect.signature(model.forward).parameters.values()
-        self.preprocess = _checked(preprocess)
+        self.preprocess = checked_preprocess(preprocess)
         if self.is_detector and self.preprocess is not None:
             transform: Any = self._transform
-            self.preprocess = _checked((transform.image_mean, transform.image_std))
+            self.preprocess = checked_preprocess((transform.image_mean, transform.image_std))
 
     @property
     def prefix(self) -> str:
@@ -140,7 +140,8 @@ def pixels(images: Tensor, mean: tuple[float, ...], std: tuple[float, ...]) -> T
     return (255 * (images * spread + center)).round().clamp(0, 255).to(torch.uint8)
 
 
-def _checked(preprocess: Any) -> Normalization | None:
+def checked_preprocess(preprocess: Any) -> Normalization | None:
+    """(mean, std) as tuples of numbers. Raises `OptionError` for anything else but None."""
     if preprocess is None:
         return None
     try:

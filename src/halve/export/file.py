@@ -234,6 +234,16 @@ class _External:
             return file.read(self.length)
 
 
+def digest(opened: OnnxFile) -> str:
+    """The SHA-256 of a file and the values that are beside it."""
+    state = hashlib.sha256(storage.read_bytes(opened.path))
+    for graph in graphs_in(opened.model.graph):
+        for tensor in _tensors_of(graph):
+            if tensor.data_location == packages.onnx().TensorProto.EXTERNAL:
+                state.update(_External.of(tensor, opened.path.parent).read())
+    return state.hexdigest()
+
+
 def is_exported(path: Path) -> bool:
     """Whether a file was written by `export`."""
     return read(path).metadata.get("halve.format") == FORMAT

@@ -31,14 +31,15 @@ class Session:
         except Exception as error:  # onnxruntime's own classes
             raise FileError(f"onnxruntime cannot load the file: {first_line(error)}") from error
         self.inputs = [value.name for value in self._session.get_inputs()]
-        self._types = [value.type for value in self._session.get_inputs()]
+        self.types = [value.type for value in self._session.get_inputs()]
         self.outputs = [value.name for value in self._session.get_outputs()]
+
+    def __deepcopy__(self, memo: object) -> "Session":
+        return self  # runs do not change it
 
     def run(self, inputs: Sequence[Tensor], outputs: Sequence[str] | None = None) -> list[Tensor]:
         """The outputs for some inputs, which are cast to the dtypes of the file."""
-        given = {
-            name: _array(tensor, kind) for name, tensor, kind in zip(self.inputs, inputs, self._types, strict=True)
-        }
+        given = {name: _array(tensor, kind) for name, tensor, kind in zip(self.inputs, inputs, self.types, strict=True)}
         try:
             found = self._session.run(None if outputs is None else list(outputs), given)
         except Exception as error:
