@@ -14,27 +14,18 @@ from torch import Tensor
 
 from halve.engine.kernels.cuda import driver, wgmma
 from halve.engine.kernels.cuda.convolution import readable
-from halve.engine.kernels.kernel import KernelFamily, Layout, Piece
+from halve.engine.kernels.kernel import Piece
 from halve.engine.kernels.wgmma_sp import launch
 from halve.engine.kernels.wgmma_sp.packing import SIDE, pack_dense, packed_shape, unpack_dense
 from halve.engine.kernels.wgmma_sp.tiling import TILES, Shortcut, Tiling, supported
+from halve.engine.kernels.wgmma_sp.two_layers import TwoLayerFamily, check_fit, check_images, check_packed
 from halve.engine.operations import ChainedConvolution, Convolution, Operation, Tensors
-from halve.errors import EngineError
 
 
-class Chained(KernelFamily):
+class Chained(TwoLayerFamily):
     """Keeps the blocks of the first weight, with those of the shortcut behind them, and those of the next."""
 
     name = "wgmma_chained"
-    device_type = "cuda"
-    reads = Layout.NHWC
-
-    @property
-    def version(self) -> str:
-        return launch.version()
-
-    def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        return wgmma.unavailable(device, dtype)
 
     def variants(self, piece: Piece, device: torch.device) -> Sequence[str]:
         operation = piece.operation
@@ -129,30 +120,12 @@ def _chain(operation: Operation) -> ChainedConvolution:
 
 def _check(inputs: Sequence[Tensor], packed: Tensors, chain: ChainedConvolution) -> None:
     """Raise `EngineError` if the kernel would misread the arguments or read out of bounds."""
+    check_images(inputs, (chain.channels, chain.shortcut_channels or chain.rows))
     x, second = inputs
-    channels = chain.channels, chain.shortcut_channels or chain.rows
-    if x.dim() != 4 or second.dim() != 4 or (x.shape[1], second.shape[1]) != channels:
-        raise EngineError(
-            f"the inputs must have {channels[0]} and {channels[1]} channels, "
-            f"got shapes {tuple(x.shape)} and {tuple(second.shape)}"
-        )
-    if (x.shape[0], *x.shape[2:]) != (second.shape[0], *second.shape[2:]):
-        raise EngineError(f"inputs of shapes {tuple(x.shape)} and {tuple(second.shape)} do not fit together")
-    parts: list[Convolution] = [chain.convolution, *([chain.shortcut] if chain.shortcut else [])]
-    shapes = [packed_shape(part, sparse=False) for part in parts]
-    expected = {
-        "blocks": (shapes[0][0], sum(shape[1] for shape in shapes), shapes[0][3]),
-        "next_blocks": packed_shape(chain.following, sparse=False),
-    }
-    for name, shape in expected.items():
-        tensor = packed[name]
-        if tuple(tensor.shape) != shape or not tensor.is_contiguous():
-            raise EngineError(f"{name} must be contiguous with shape {shape}, got {tuple(tensor.shape)}")
-        if len({x.dtype, second.dtype, tensor.dtype}) > 1 or len({x.device, second.device, tensor.device}) > 1:
-            raise EngineError("the inputs and the weights must have one dtype and one device: convert the inputs")
-    for name, rows in (("bias", chain.rows), ("next_bias", chain.next_rows)):
-        bias = packed.get(name)
-        if bias is None:
-            continue
-        if bias.dtype != torch.float32 or bias.numel() != rows or not bias.is_contiguous() or bias.device != x.device:
-            raise EngineError(f"{name} must be {rows} contiguous values in float32 on {x.device}")
+    check_fit(inputs, (x.shape[0], *x.shape[2:]) == (second.shape[0], *second.shape[2:]))
+    firsts: list[Convolution] = [chain.convolution, *([chain.shortcut] if chain.shortcut else [])]
+    shapes = [packed_shape(part, sparse=False) for part in firsts]
+    blocks = (shapes[0][0], sum(shape[1] for shape in shapes), shapes[0][3])
+    following = packed_shape(chain.following, sparse=False)
+    biases = {"bias": chain.rows, "next_bias": chain.next_rows}
+    check_packed(inputs, packed, {"blocks": blocks, "next_blocks": following}, biases)

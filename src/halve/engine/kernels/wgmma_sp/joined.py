@@ -13,26 +13,18 @@ from torch import Tensor
 
 from halve.engine.kernels.cuda import driver, wgmma
 from halve.engine.kernels.cuda.convolution import readable
-from halve.engine.kernels.kernel import KernelFamily, Layout, Piece
+from halve.engine.kernels.kernel import Layout, Piece
 from halve.engine.kernels.wgmma_sp import launch
 from halve.engine.kernels.wgmma_sp.packing import pack, pack_dense, packed_shape, unpack, unpack_dense
 from halve.engine.kernels.wgmma_sp.tiling import TILES, Shortcut, Tiling, supported
+from halve.engine.kernels.wgmma_sp.two_layers import TwoLayerFamily, check_fit, check_images, check_packed
 from halve.engine.operations import JoinedConvolution, Operation, Tensors
-from halve.errors import EngineError
 
 
-class _Joined(KernelFamily):
+class _Joined(TwoLayerFamily):
     """The blocks of both weights follow each other: (row blocks, steps, elements of a block)."""
 
-    device_type = "cuda"
-    reads = writes = Layout.NHWC
-
-    @property
-    def version(self) -> str:
-        return launch.version()
-
-    def unavailable(self, device: torch.device, dtype: torch.dtype) -> str | None:
-        return wgmma.unavailable(device, dtype)
+    writes = Layout.NHWC
 
     def variants(self, piece: Piece, device: torch.device) -> Sequence[str]:
         operation = piece.operation
@@ -93,32 +85,12 @@ class _Joined(KernelFamily):
 
     def _check(self, inputs: Sequence[Tensor], packed: Tensors, joined: JoinedConvolution) -> None:
         """Raise `EngineError` if the kernel would misread the arguments or read out of bounds."""
+        check_images(inputs, (joined.channels, joined.shortcut_channels))
         x, shortcut = inputs
-        blocks, bias = packed["blocks"], packed.get("bias")
+        check_fit(inputs, joined.out_shape(x.shape) == joined.shortcut.out_shape(shortcut.shape))
         shapes = [packed_shape(one, self.sparse) for one in (joined.convolution, joined.shortcut)]
-        expected = (shapes[0][0], sum(shape[1] * shape[2] for shape in shapes), shapes[0][3])
-        if (
-            x.dim() != 4
-            or shortcut.dim() != 4
-            or (x.shape[1], shortcut.shape[1]) != (*(joined.channels, joined.shortcut_channels),)
-        ):
-            raise EngineError(
-                f"the inputs must have {joined.channels} and {joined.shortcut_channels} channels, "
-                f"got shapes {tuple(x.shape)} and {tuple(shortcut.shape)}"
-            )
-        if joined.out_shape(x.shape) != joined.shortcut.out_shape(shortcut.shape):
-            raise EngineError(f"inputs of shapes {tuple(x.shape)} and {tuple(shortcut.shape)} do not fit together")
-        if tuple(blocks.shape) != expected or not blocks.is_contiguous():
-            raise EngineError(f"the blocks must be contiguous with shape {expected}, got {tuple(blocks.shape)}")
-        if len({x.dtype, shortcut.dtype, blocks.dtype}) > 1 or len({x.device, shortcut.device, blocks.device}) > 1:
-            raise EngineError("the inputs and the weight must have one dtype and one device: convert the inputs")
-        if bias is not None and (
-            bias.dtype != torch.float32
-            or bias.numel() != joined.rows
-            or not bias.is_contiguous()
-            or bias.device != x.device
-        ):
-            raise EngineError(f"the bias must be {joined.rows} contiguous values in float32 on {x.device}")
+        blocks = (shapes[0][0], sum(shape[1] * shape[2] for shape in shapes), shapes[0][3])
+        check_packed(inputs, packed, {"blocks": blocks}, {"bias": joined.rows})
 
 
 def _joined(operation: Operation) -> JoinedConvolution:
