@@ -13,6 +13,17 @@ NAMES = {
     "cifar_resnet56": "ResNet-56",
     "resnet50_v1": "ResNet-50",
     "efficientnet_lite0": "EfficientNet-Lite0",
+    "convnext_tiny": "ConvNeXt-T",
+    "mobilenet_v3_large": "MobileNetV3-L",
+    "efficientnet_b0": "EfficientNet-B0",
+    "efficientnet_v2_s": "EfficientNetV2-S",
+    "densenet121": "DenseNet-121",
+    "googlenet": "GoogLeNet",
+    "resnext50_32x4d": "ResNeXt-50",
+    "regnet_y_8gf": "RegNetY-8GF",
+    "swin_t": "Swin-T",
+    "vgg16_bn": "VGG-16",
+    "vit_b_16": "ViT-B/16",
 }
 METRICS = {"top1": "top-1", "agreement": "agreement"}
 
@@ -89,8 +100,7 @@ def mask_file(network: str = "resnet50") -> tuple[float, float]:
 
 def name_of(network: str) -> str:
     """What a network is called in print."""
-    known = NAMES | {"convnext_tiny": "ConvNeXt-T", "mobilenet_v3_large": "MobileNetV3-L"}
-    return known.get(network, network.replace("resnet", "ResNet-"))
+    return NAMES.get(network, network.replace("resnet", "ResNet-"))
 
 
 def span(values: Iterable[float], form: str = "{:.2f}") -> str:
