@@ -83,6 +83,8 @@ def certify(
 
     \b
     halve certify zoo.py:net --weights net.safetensors --masks net.masks.safetensors --data photos/
+
+    \b
     halve certify zoo.py:net --weights net.safetensors --onnx net.onnx --data photos/
     """
     files = list(masks or ())
