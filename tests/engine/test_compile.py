@@ -211,7 +211,8 @@ def test_masked_layers_that_the_engine_has_no_operation_for_are_named():
 
 
 def test_the_plan_says_why_all_layers_are_dense():
-    assert str(compiled(convnet()).plan).startswith("all layers dense: our CPU kernels need AVX-512 or AVX2 in torch.float32")
+    plan = str(compiled(convnet()).plan)
+    assert plan.startswith("all layers dense: our CPU kernels need AVX-512 or AVX2 in torch.float32")
 
 
 def test_double_precision_stays_double():
