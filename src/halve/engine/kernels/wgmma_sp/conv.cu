@@ -128,11 +128,12 @@ __device__ __forceinline__ u32 in_block(u32 address, int rank) {  // the same pl
 
 // Matrix descriptors. Weights: core matrices of 8 rows x 16 bytes without swizzle, 128 bytes apart along K and 256 along
 // rows. Pixels: rows of 128 bytes with the 128-byte swizzle, which depends on the address, so any row can be the first.
+// Addresses are in units of 16 bytes.
 __device__ __forceinline__ u64 weights_at(u32 address) {
-    return (u64)(address >> 4 | 8 << 16) | (u64)16 << 32;
+    return (u64)(address + (8 << 16)) | (u64)16 << 32;
 }
 __device__ __forceinline__ u64 pixels_at(u32 address) {
-    return (u64)(address >> 4 | 1 << 16) | (u64)64 << 32 | (u64)1 << 62;
+    return (u64)(address + (1 << 16)) | (u64)64 << 32 | (u64)1 << 62;
 }
 
 //MULTIPLY
@@ -200,7 +201,8 @@ conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap 
      const unsigned char* __restrict__ next_packed, const float* __restrict__ next_bias, const __grid_constant__ Shape s) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 base = (u32)__cvta_generic_to_shared(shared);
-    const int thread = threadIdx.x, group = thread / 128;
+    // The compiler knows that all threads of a warp get the same value, and computes what follows from it once per warp.
+    const int thread = threadIdx.x, group = __shfl_sync(0xFFFFFFFF, thread / 128, 0);
     const int pixel_rings = OWN ? 2 : 1, weight_rings = RESIDENT ? 1 : 2;
     const int all_weight_slots = weight_rings * s.weight_slots, all_pixel_slots = pixel_rings * s.pixel_slots;
     const u32 weights_full = base + s.barriers, weights_free = weights_full + 8 * all_weight_slots;
@@ -364,19 +366,19 @@ conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap 
             return at;
         };
         auto start = [&](int weights_at_slot, int shift_of_tap, const u32 (&metadata)[BLOCKS], bool add) {
-            const u32 values = base + s.weights + weights_at_slot * SLOT_OF_WEIGHTS;
-            const u32 box = base + slot * s.slot_bytes + shift_of_tap * 128;
+            const u32 values = (base + s.weights) / 16 + weights_at_slot * (SLOT_OF_WEIGHTS / 16);
+            const u32 box = base / 16 + slot * (s.slot_bytes / 16) + shift_of_tap * 8;
             asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
             for (int m = 0; m < BLOCKS; ++m) {
-                const u32 block = values + m * BLOCK_BYTES;
+                const u32 block = values + m * (BLOCK_BYTES / 16);
 #if SPARSE
                 multiply<0>(sums[m], weights_at(block), pixels_at(box), metadata[m], add);
-                multiply<1>(sums[m], weights_at(block + 2048), pixels_at(box + 64), metadata[m], 1);
+                multiply<1>(sums[m], weights_at(block + 128), pixels_at(box + 4), metadata[m], 1);
 #else
 #pragma unroll
                 for (int k = 0; k < 4; ++k)
-                    multiply(sums[m], weights_at(block + 2048 * k), pixels_at(box + 32 * k), k > 0 || add);
+                    multiply(sums[m], weights_at(block + 128 * k), pixels_at(box + 2 * k), k > 0 || add);
 #endif
             }
             asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
@@ -534,10 +536,11 @@ conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap 
         for (int k = 0; k < BLOCKS; ++k)
 #pragma unroll
             for (int m = 0; m < NEXT; ++m) {
-                const u64 a = weights_at(base + s.next_weights + (m * BLOCKS + k) * BLOCK_BYTES);
-                const u64 b = pixels_at(staging + k * s.stage_bytes);
+                const u32 block = (base + s.next_weights + (m * BLOCKS + k) * BLOCK_BYTES) / 16;
+                const u32 slab = (staging + k * s.stage_bytes) / 16;
 #pragma unroll
-                for (int i = 0; i < 4; ++i) multiply(next_sums[m], a + 128 * i, b + 2 * i, k + i > 0);
+                for (int i = 0; i < 4; ++i)
+                    multiply(next_sums[m], weights_at(block + 128 * i), pixels_at(slab + 2 * i), k + i > 0);
             }
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         wait_for_products<0>();

@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from halve.engine.kernels.wgmma_sp.packing import SIDE, taps
@@ -35,25 +35,23 @@ class Tile:
         return f"{self.channels}x{self.pixels}{split}" + " own" * self.own + " light" * self.light + " 3x3" * self.unrolled
 
 
-TILES = {
-    str(tile): tile
-    for tile in (
-        Tile(1, 256),
-        Tile(1, 192),
-        Tile(1, 128),
-        Tile(1, 64),
-        Tile(2, 128),
-        Tile(1, 256, own=True),
-        Tile(1, 128, own=True),
-        Tile(2, 64, own=True),
-        *(Tile(1, 128, split=split) for split in (2, 4, 8)),
-        *(Tile(1, 64, split=split, light=True) for split in (1, 2, 4, 8)),
-        Tile(1, 96, light=True),
-        Tile(1, 64, own=True, light=True),
-        Tile(1, 96, own=True, light=True),
-        Tile(4, 64, own=True),
-    )
-}
+_TILES = (
+    Tile(1, 256),
+    Tile(1, 192),
+    Tile(1, 128),
+    Tile(1, 64),
+    Tile(2, 128),
+    Tile(1, 256, own=True),
+    Tile(1, 128, own=True),
+    Tile(2, 64, own=True),
+    *(Tile(1, 128, split=split) for split in (2, 4, 8)),
+    *(Tile(1, 64, split=split, light=True) for split in (1, 2, 4, 8)),
+    Tile(1, 96, light=True),
+    Tile(1, 64, own=True, light=True),
+    Tile(1, 96, own=True, light=True),
+    Tile(4, 64, own=True),
+)
+TILES = {str(tile): tile for tile in (*_TILES, *(replace(tile, unrolled=True) for tile in _TILES if tile.blocks == 1))}
 
 
 class Shortcut(NamedTuple):
@@ -238,7 +236,7 @@ def _fit(
     if resident:
         pixel_slots, weight_slots = min(6, (left - steps * (weight_bytes + 16)) // (2 * slot)), steps
     else:
-        for pixel_slots, weight_slots in itertools.product(range(4, slots_needed - 1, -1), (6, 5, 4, 3)):
+        for pixel_slots, weight_slots in _slots(tile):
             if rings * pixel_slots * slot + 2 * weight_slots * weight_bytes <= left:
                 break
         else:
@@ -285,6 +283,13 @@ def _fit(
         shared_bytes=barriers + 8 * count,
         lag=min(steps, 4) if len(order) > 1 and boxes(4) <= pixel_slots else 1,
     )
+
+
+def _slots(tile: Tile) -> list[tuple[int, int]]:
+    """Buffers for boxes and for blocks of weights, the best first: a box lasts for nine steps, a block for one."""
+    if not tile.unrolled:
+        return list(itertools.product((4, 3, 2), (6, 5, 4, 3)))
+    return [*itertools.product((3, 2), (8, 7, 6, 5)), *itertools.product((3, 2), (4, 3))]
 
 
 def _plain(convolution: Convolution) -> bool:
