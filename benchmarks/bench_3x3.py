@@ -70,7 +70,9 @@ class Problem(NamedTuple):
             got = run()
             worst = float(((got.double() - self.expected).abs() / self.size).nan_to_num(1e9).max())
             if not worst < _TOLERANCE or not all(torch.equal(run(), got) for _ in range(3)):
-                raise SystemExit(f"bench_3x3: {family.name} {tile} is wrong: error {worst:.1e}, or differs from run to run")
+                raise SystemExit(
+                    f"bench_3x3: {family.name} {tile} is wrong: error {worst:.1e}, or differs from run to run"
+                )
             found[f"{family.name} {tile}"] = run
         return found
 
@@ -119,7 +121,9 @@ def main() -> None:
             }
             found.append(record)
             table.append(_row(str(record["layer"]), batch, times))
-            print(json.dumps({"layer": record["layer"], "batch": batch, "us": _microseconds(first | times)}), flush=True)
+            print(
+                json.dumps({"layer": record["layer"], "batch": batch, "us": _microseconds(first | times)}), flush=True
+            )
     options.out.write_text(json.dumps(found, indent=1) + "\n")
     print(f"{time.perf_counter() - started:.0f} s. Microseconds:")
     print("\n".join(table))

@@ -30,7 +30,9 @@ VARIANTS = {
     "unrolled, own pixels, residual": Variant(True, True, True, True, True, 1, 232, 1, 1, "relu", unrolled=57),
     "unrolled, own pixels, streamed": Variant(True, False, True, True, False, 1, 216, 1, 1, "silu", unrolled=15),
     "unrolled, two blocks a warpgroup": Variant(True, False, False, False, False, 2, 120, 1, 2, "relu", unrolled=15),
-    "unrolled, a tile shared by blocks": Variant(True, False, True, False, False, 1, 112, 1, 1, "relu", split=4, unrolled=16),
+    "unrolled, a tile shared by blocks": Variant(
+        True, False, True, False, False, 1, 112, 1, 1, "relu", split=4, unrolled=16
+    ),
     "unrolled, two blocks": Variant(True, False, False, False, False, 1, 64, 1, 1, "relu", light=True, unrolled=8),
     "dense": Variant(False, False, False, False, False, 1, 216, 1, 2, "relu"),
 }

@@ -32,7 +32,9 @@ class Tile:
 
     def __str__(self) -> str:
         split = f"k{self.split}" if self.split > 1 else ""
-        return f"{self.channels}x{self.pixels}{split}" + " own" * self.own + " light" * self.light + " 3x3" * self.unrolled
+        return (
+            f"{self.channels}x{self.pixels}{split}" + " own" * self.own + " light" * self.light + " 3x3" * self.unrolled
+        )
 
 
 _TILES = (
