@@ -201,6 +201,7 @@ conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap 
      const unsigned char* __restrict__ next_packed, const float* __restrict__ next_bias, const __grid_constant__ Shape s) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 base = (u32)__cvta_generic_to_shared(shared);
+    const u32 matrices = (base & 0x3FFFF) / 16;  // for descriptors: in a cluster, the upper bits say which block it is
     // The compiler knows that all threads of a warp get the same value, and computes what follows from it once per warp.
     const int thread = threadIdx.x, group = __shfl_sync(0xFFFFFFFF, thread / 128, 0);
     const int pixel_rings = OWN ? 2 : 1, weight_rings = RESIDENT ? 1 : 2;
@@ -366,8 +367,8 @@ conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap 
             return at;
         };
         auto start = [&](int weights_at_slot, int shift_of_tap, const u32 (&metadata)[BLOCKS], bool add) {
-            const u32 values = (base + s.weights) / 16 + weights_at_slot * (SLOT_OF_WEIGHTS / 16);
-            const u32 box = base / 16 + slot * (s.slot_bytes / 16) + shift_of_tap * 8;
+            const u32 values = matrices + s.weights / 16 + weights_at_slot * (SLOT_OF_WEIGHTS / 16);
+            const u32 box = matrices + slot * (s.slot_bytes / 16) + shift_of_tap * 8;
             asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
             for (int m = 0; m < BLOCKS; ++m) {
@@ -536,8 +537,8 @@ conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap 
         for (int k = 0; k < BLOCKS; ++k)
 #pragma unroll
             for (int m = 0; m < NEXT; ++m) {
-                const u32 block = (base + s.next_weights + (m * BLOCKS + k) * BLOCK_BYTES) / 16;
-                const u32 slab = (staging + k * s.stage_bytes) / 16;
+                const u32 block = matrices + (s.next_weights + (m * BLOCKS + k) * BLOCK_BYTES) / 16;
+                const u32 slab = matrices + (staging - base + k * s.stage_bytes) / 16;
 #pragma unroll
                 for (int i = 0; i < 4; ++i)
                     multiply(next_sums[m], weights_at(block + 128 * i), pixels_at(slab + 2 * i), k + i > 0);
