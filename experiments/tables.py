@@ -52,6 +52,7 @@ METHODS = {
     "halve_recalibrated": "halve, recalibrated",
     "halve_norms": "halve, norms learned",
     "halve_plan": "halve, where it pays",
+    "halve_plan_norms": "halve, where it pays, norms learned",
 }
 SYSTEMS = {
     "eager": "eager",
@@ -115,6 +116,7 @@ def accuracy_brief() -> str:
     rows = [
         [f"{name_of(row[0])}, {row[1]}, {METRICS[row[2]]}", *(f"{percent(row, method):.1f}" for method in methods)]
         for row in accuracy_rows()
+        if all(percents(row, method) for method in methods)
     ]
     minutes = span([r["seconds"] / 60 for r in learned()], "{:.1f}")
     note = f"Mean of {len({r['seed'] for r in learned()})} seeds, {minutes} minutes each on an NVIDIA H200."
