@@ -5,13 +5,13 @@ import time
 
 import pytest
 
-from halve.engine import turns
+from halve.locks import locked
 
 fcntl = pytest.importorskip("fcntl")
 
 
 def hold(path, ready, release):
-    with turns.locked(path, 10):
+    with locked(path, 10):
         ready.set()
         release.wait(20)
 
@@ -32,10 +32,10 @@ def holder(tmp_path):
 def test_a_process_waits_for_its_turn(tmp_path, holder):
     _, release = holder
     started = time.monotonic()
-    with turns.locked(tmp_path / "lock", 0.3):
+    with locked(tmp_path / "lock", 0.3):
         assert time.monotonic() - started >= 0.3  # gave up waiting
     release.set()
-    with turns.locked(tmp_path / "lock", 60):
+    with locked(tmp_path / "lock", 60):
         lock = os.open(tmp_path / "lock", os.O_RDWR)
         with pytest.raises(BlockingIOError):
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -47,11 +47,11 @@ def test_a_killed_process_does_not_keep_its_turn(tmp_path, holder):
     os.kill(process.pid, signal.SIGKILL)
     process.join(20)
     started = time.monotonic()
-    with turns.locked(tmp_path / "lock", 20):
+    with locked(tmp_path / "lock", 20):
         assert time.monotonic() - started < 5
 
 
 def test_a_folder_that_cannot_be_written_to_is_no_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with turns.locked(tmp_path / "file" / "lock", 1):
+    with locked(tmp_path / "file" / "lock", 1):
         pass
