@@ -99,17 +99,16 @@ def plan(options: argparse.Namespace) -> list[Job]:
 
 
 def screen(options: argparse.Namespace) -> list[Job]:
-    """Each arm of each network, in the same channel orders, which the first process searches for."""
+    """Each arm of each network, in the same channel orders, which are searched first."""
+    orders = {name: options.out / f"orders_{name}.masks.safetensors" for name in options.networks}
+    searches = [Job(f"orders_{name}", screening(name, [], 1, path, options), path) for name, path in orders.items()]
+    run_all([job for job in searches if not job.done.exists()], options.processes, options)
     jobs = []
-    for name in options.networks:
-        orders = options.out / f"orders_{name}.masks.safetensors"
-        if not orders.exists():
-            found = Job(f"orders_{name}", screening(name, [], 1, orders, options), orders)
-            run_all([found], 1, options)
+    for name, path in orders.items():
         steps = for_network(options.screen_steps, name, options)
         for arm in options.arms or SCREENED[name]:
             done = options.out / "logs" / f"screen_{name}_{arm}_{steps}.done"
-            jobs.append(Job(f"screen_{name}_{arm}", screening(name, [arm], steps, orders, options), done))
+            jobs.append(Job(f"screen_{name}_{arm}", screening(name, [arm], steps, path, options), done))
     return jobs
 
 

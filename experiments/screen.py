@@ -15,6 +15,7 @@ import argparse
 import datetime
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -304,7 +305,7 @@ def main() -> None:
             orders.save(options.orders)
     sizes = ", ".join(f"{len(pictures.labels)} of {folder}" for folder, pictures in rest.items())
     print(f"{options.network}: held back {sizes}; ready in {time.perf_counter() - started:.0f} s", flush=True)
-    longest = 0.0
+    longest, missing = 0.0, list[str]()
     for seed in options.seeds:
         for name in options.arms:
             key = {"network": options.network, "arm": name, "steps": options.steps, "seed": seed}
@@ -313,12 +314,14 @@ def main() -> None:
                 continue
             if time.perf_counter() - started + longest > options.seconds:
                 print(f"no time for {name}", flush=True)
+                missing.append(name)
                 continue
             begun = time.perf_counter()
             try:
                 masks = learned(model, everything.part(kept, seed), orders, ARMS[name], options.steps, seed)
             except Exception as error:  # the other arms must not be lost
                 print(f"{name} failed: {type(error).__name__}: {error}", flush=True)
+                missing.append(name)
                 continue
             seconds = time.perf_counter() - begun
             found = measured(model, masks, rest, seen_at)
@@ -336,6 +339,8 @@ def main() -> None:
             }
             update(out, lambda records, new=record: [*records, new])  # type: ignore[misc]
             print(name, seed, *(f"{what} {value:.4f}" for what, value in found.items()), f"{seconds:.0f} s", flush=True)
+    if missing:
+        sys.exit(f"without a result: {', '.join(missing)}")
 
 
 def recorded(out: Path) -> list[dict[str, Any]]:
