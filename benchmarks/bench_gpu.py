@@ -120,12 +120,15 @@ def side_by_side(options: argparse.Namespace) -> None:
                 command += ["--out", f"{part}.json", "--layers-out", f"{part}-layers.json"]
                 running.append((subprocess.Popen(command, pass_fds=[shared]), part))
                 os.close(shared)  # the process has it
-            for process, part in running:
-                if process.wait():
-                    print(f"{part.name}: failed with exit status {process.returncode}", flush=True)
-                    continue
-                write(options.out, read(Path(f"{part}.json")))
-                write(options.layers_out, read(Path(f"{part}-layers.json")))
+            while running:  # what is measured is kept even if the rest does not end
+                time.sleep(0.2)
+                for process, part in [one for one in running if one[0].poll() is not None]:
+                    running.remove((process, part))
+                    if process.returncode:
+                        print(f"{part.name}: failed with exit status {process.returncode}", flush=True)
+                        continue
+                    write(options.out, read(Path(f"{part}.json")))
+                    write(options.layers_out, read(Path(f"{part}-layers.json")))
             print(f"{len(wave)} pairs: {time.perf_counter() - started:.0f} s", flush=True)
 
 
