@@ -86,6 +86,15 @@ class Compiled(nn.Module):
         """All layers that have a choice of kernels."""
         return [module for module in self.modules() if isinstance(module, Layer)]
 
+    @property
+    def code_bytes(self) -> int:
+        """The size of the machine code of all layers on this CPU; 0 on GPUs. Code that layers share counts once.
+
+        Code that has not been emitted yet is emitted now.
+        """
+        codes = {id(code): code.size for layer in self.layers for code in layer.emitted()}
+        return sum(codes.values())
+
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if named:
             raise EngineError(f"inputs must be positional, as in the example, got keywords {listed(named)}")
@@ -221,7 +230,8 @@ class Compiled(nn.Module):
             elif self.device.type == "cuda":
                 self._record(inputs)
             elif self.device.type == "cpu":
-                self._run(*inputs)  # CPU kernels are emitted on first use
+                self._run(*inputs)
+                self.plan.code_bytes = self.code_bytes
 
     def _has_form(self, size: int) -> bool:
         """Whether the plan has a form of the network for this batch size."""
@@ -383,7 +393,7 @@ class Compiled(nn.Module):
             return False
         for layer in self.layers:
             layer.use({1: FALLBACK})
-        self.plan.batches, self.plan.inductor, self.plan.joins = {}, {}, {}
+        self.plan.batches, self.plan.inductor, self.plan.joins, self.plan.code_bytes = {}, {}, {}, 0
         return True
 
     def _adapt(self, before: str | None) -> None:
@@ -396,6 +406,7 @@ class Compiled(nn.Module):
             if now is None and self._sparse_kernels:  # none if it was loaded from a file of a device without them
                 for layer, kernels in zip(self.layers, self._sparse_kernels, strict=True):
                     layer.use(kernels)
+                self.plan.code_bytes = self.code_bytes
 
     def use_plan_of(self, other: "Compiled") -> None:
         """Copy the plan of another network with the same layers."""
@@ -429,7 +440,7 @@ class Compiled(nn.Module):
 
     def fall_back(self, reason: str) -> "Compiled":
         """Switch all layers to dense kernels, with a warning."""
-        self.plan.dense = reason
+        self.plan.dense, self.plan.code_bytes = reason, 0
         self._sparse_kernels = [dict(layer.kernels) for layer in self.layers]
         for layer in self.layers:
             layer.use({1: FALLBACK})
@@ -470,6 +481,7 @@ def load(path: str | Path, device: str | torch.device | None = None) -> Compiled
         fast.fall_back(reason)
     if fast.device.type == "cuda" or fast.plan.inductor or dropped:
         fast.warmup(planned[-MAX_RECORDINGS:])  # only compiled and recorded, unless the plan was dropped
+    fast.plan.code_bytes = fast.code_bytes  # emits it: the file has none
     return fast
 
 

@@ -122,7 +122,13 @@ def test_a_guard_page_is_noticed():
 def test_the_size_of_the_code_is_bounded_and_known():
     layer = Program(CONV, *packed_of(CONV))
     kept = 40 * 9 * 16 // 2
-    assert 7 * kept < layer.code_bytes < 10 * kept + 40_000
+    assert 7 * kept < layer.code.size < 10 * kept + 40_000
+
+
+def test_a_layer_whose_code_would_be_too_large_is_refused(monkeypatch):
+    monkeypatch.setattr(program, "MAX_VALUES", 40 * 9 * 8 - 1)
+    with pytest.raises(EngineError, match="at most 2,879 packed values, got 2,880"):
+        Program(CONV, *packed_of(CONV))
 
 
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")
