@@ -16,7 +16,15 @@ from halve.batches import Images, Progress
 from halve.cuda_graphs import autotuned_cudnn
 from halve.engine.capture.guards import Guards
 from halve.engine.inductor import MAX_SECONDS, Bodies, Choice, by_default, choose, compile_body, unavailable
-from halve.engine.join import Join, choose_joins, joined_entries, joined_form, joined_kernels, planned_joins
+from halve.engine.join import (
+    Join,
+    choose_joins,
+    joined_entries,
+    joined_form,
+    joined_kernels,
+    planned_joins,
+    separated_entries,
+)
 from halve.engine.kernels.kernel import Kernel
 from halve.engine.kernels.registry import FALLBACK, FAMILIES, family_of, no_sparse_kernels
 from halve.engine.layer import Layer
@@ -85,6 +93,10 @@ class Compiled(nn.Module):
     def layers(self) -> list[Layer]:
         """All layers that have a choice of kernels."""
         return [module for module in self.modules() if isinstance(module, Layer)]
+
+    def tensors(self) -> list[Tensor]:
+        """All weights in memory: also those of joined layers, and of what Inductor compiled. Some share storage."""
+        return [*self.parameters(), *self.buffers(), *self._bodies.tensors()]
 
     @property
     def code_bytes(self) -> int:
@@ -250,8 +262,8 @@ class Compiled(nn.Module):
         if planned:
             wanted = self.plan.joins.get(size, [])
             joins = planned_joins(body, wanted, sizes, self.device)
-            if lost := len(wanted) - len(joins):
-                self.plan.uncompiled[JOINS] = f"{lost} of {len(wanted)} not used at batch size {size}: no kernel here"
+            if len(joins) < len(wanted):
+                self._lose_joins(size, joins, kernels)
         else:
             joins = [] if self.reason is not None else self.faster_joins(inputs, entries)
         if joins:
@@ -272,6 +284,19 @@ class Compiled(nn.Module):
             self.plan.batches[size] = joined_entries(entries, joins)
         if joins:
             self.plan.joins[size] = [join.planned for join in joins]
+
+    def _lose_joins(self, size: int, found: Sequence[Join], kernels: Mapping[Layer, Kernel]) -> None:
+        """Correct the plan if it has joins that this network or device cannot have: their layers run separately."""
+        wanted = self.plan.joins.pop(size)
+        if size in self.plan.batches:
+            entries = separated_entries(self.plan.batches[size], wanted, kernels)
+            self.plan.batches[size] = joined_entries(entries, found)
+        if found:
+            self.plan.joins[size] = [join.planned for join in found]
+        lost = f"{len(wanted) - len(found)} of {len(wanted)} not used at batch size {size}: no kernel here"
+        before = self.plan.uncompiled.get(JOINS)
+        self.plan.uncompiled[JOINS] = lost if before is None else f"{before}; {lost}"
+        warn(f"slower than planned: {JOINS}: {lost}. Compile the model here to plan again", EngineWarning)
 
     def _layer_sizes(self, inputs: tuple[Tensor, ...]) -> dict[Layer, int]:
         """The input size of each layer that runs on these inputs."""

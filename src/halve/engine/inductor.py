@@ -48,8 +48,15 @@ class CompiledBody:
     again goes through its checks: another number of threads, autocast, subclasses of tensors.
     """
 
-    def __init__(self, checked: Run, code: "_Code | None" = None) -> None:
-        self._checked, self._code = checked, code
+    def __init__(self, checked: Run, code: "_Code | None" = None, module: nn.Module | None = None) -> None:
+        """Make it callable.
+
+        Args:
+            checked: the network as Dynamo calls it.
+            code: what Inductor made of it. Default: always go through Dynamo's checks.
+            module: owns the weights. Default: none.
+        """
+        self._checked, self._code, self.module = checked, code, module
         self._threads = torch.get_num_threads()
 
     def __call__(self, *inputs: Tensor) -> Any:
@@ -103,6 +110,11 @@ def _place(tensor: Any, among: Sequence[Any]) -> int:
 
 class Bodies(dict[Any, Run]):
     """Forms of a network by input shape: layers joined, or compiled. Copies of a network have none yet."""
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors of all forms, which they may share with the network."""
+        modules = (form if isinstance(form, nn.Module) else getattr(form, "module", None) for form in self.values())
+        return [x for module in modules if module is not None for x in (*module.parameters(), *module.buffers())]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Bodies":
         return Bodies()
@@ -233,7 +245,7 @@ def compile_body(
     code = compiled[0] if compiled else None
     compiled[:] = [None]  # Dynamo holds backends forever, and this one holds the list
     direct = code is not None and code.bind(tuple(inputs), outputs) and all(x.is_cpu for x in inputs)
-    found = CompiledBody(run, code if direct else None)
+    found = CompiledBody(run, code if direct else None, fixed)
     made = [module for name, module in _generated_modules().items() if name not in before]
     weakref.finalize(found, _forget, made)
     return found, time.perf_counter() - started
