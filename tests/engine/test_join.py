@@ -226,7 +226,7 @@ def test_the_plan_shows_what_runs_where_planned_joins_cannot_be_had(kernel, tmp_
 
 
 def test_the_weights_of_joined_layers_are_memory(kernel):
-    _, x, fast = compiled(Block())
+    _, _, fast = compiled(Block())
     [form] = fast._bodies.values()
     [both] = [layer for layer in form.modules() if isinstance(layer, Layer) and " + " in layer.name]
     separate = sum(t.untyped_storage().nbytes() for t in fast.buffers())
