@@ -255,7 +255,7 @@ def _generated_modules() -> dict[int, ModuleType]:
     """The modules that Inductor has generated and holds, by their id. Frozen weights are their attributes."""
     from torch._inductor.codecache import PyCodeCache
 
-    shared = {id(module) for module in PyCodeCache.modules_no_attr.values()}
+    shared = {id(module) for module in getattr(PyCodeCache, "modules_no_attr", {}).values()}
     return {id(module): module for module in PyCodeCache.modules if id(module) not in shared}
 
 
