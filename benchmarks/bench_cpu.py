@@ -10,7 +10,7 @@ those of the same ones, which are not measured again: a run that was stopped goe
 measured if they are installed, with onnxscript. Needs torch, torchvision, numpy and safetensors.
 
 Most of the time goes into planning and compiling, which does not depend on --seconds. All other networks of the GPU
-list at one batch size, in half an hour on two idle cores:
+list at one batch size, some minutes each on two idle cores:
 
     python benchmarks/bench_cpu.py --networks others --batches 8 --dtypes float32 --systems compile_freezing halve
                                    --threads 2 --seconds 3 --skip-measured
