@@ -31,6 +31,7 @@ import halve
 from halve.bench.bench import Measurement
 from halve.bench.records import layer_records, records
 from halve.bench.systems import SYSTEMS
+from halve.masks.storage import write_atomically
 
 RESULTS = Path(__file__).parent / "results"
 COMPILED = ("compile", "compile_freezing")
@@ -95,7 +96,7 @@ def write(path: Path, found: list[dict[str, object]]) -> None:
     records = [record for record in read(path) if key(record) not in measured] + found
     for place, descending in ((2, False), (1, True), (0, False)):  # by network, float32 first, batch size
         records.sort(key=lambda record, place=place: key(record)[place], reverse=descending)
-    path.write_text(json.dumps(records, indent=1) + "\n")
+    write_atomically(path, (json.dumps(records, indent=1) + "\n").encode())
 
 
 def side_by_side(options: argparse.Namespace) -> None:

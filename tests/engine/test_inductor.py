@@ -1,8 +1,10 @@
 """Inductor on a CPU: it needs a C++ compiler there, and some seconds for each network."""
 
 import copy
+import gc
 import os
 import shutil
+import weakref
 
 import pytest
 import torch
@@ -51,6 +53,25 @@ def test_our_kernels_stay_operators_and_outputs_are_the_same(planned):
         assert torch.allclose(run(x), fast.body(x), atol=1e-5)
     assert seconds > 0
     assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == before
+
+
+@needs_compiler
+def test_a_network_that_is_gone_leaves_no_weights_behind(planned):
+    fast, x, kernels = planned
+    before = inductor._generated_modules()
+    with torch.no_grad():
+        run, _ = compile_body(fast.body, kernels, (x,))
+        run(x)
+    made = inductor._generated_modules().keys() - before.keys()
+    assert made
+    packed = weakref.ref(fast.layers[1].packed("mma_sp")["values"])
+    fast.layers[1].use({})
+    assert packed() is not None  # its compiled form holds it
+    del run
+    for _ in range(2):  # what Inductor made, then what that held
+        gc.collect()
+    assert not made & inductor._generated_modules().keys()
+    assert packed() is None
 
 
 def test_the_fastest_form_is_chosen_and_remembered(planned, monkeypatch):

@@ -101,7 +101,7 @@ def export(
     _show(done.check)
     for note in done.notes:
         show.note(f"note: {note}")
-    show.say(f"{done.path}: {show.size(done.size)}, {done.dtype}; {done.compared}")
+    show.say(f"{done.path}: {show.formatted_bytes(done.size)}, {done.dtype}; {done.compared}")
     if done.quantization is not None:
         _show_quantization(done.quantization)
     _show_commands(done.check)

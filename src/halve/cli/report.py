@@ -81,7 +81,7 @@ def report(
         show.as_json({"file": str(path), **made.facts})
         return
     show.say(str(made))
-    show.say(f"{path}: {show.size(path.stat().st_size)}; open it in a browser")
+    show.say(f"{path}: {show.formatted_bytes(path.stat().st_size)}; open it in a browser")
 
 
 def _names(source: Any, classes: Path | None) -> tuple[str, ...] | None:

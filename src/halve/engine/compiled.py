@@ -16,7 +16,15 @@ from halve.batches import Images, Progress
 from halve.cuda_graphs import autotuned_cudnn
 from halve.engine.capture.guards import Guards
 from halve.engine.inductor import MAX_SECONDS, Bodies, Choice, by_default, choose, compile_body, unavailable
-from halve.engine.join import Join, choose_joins, joined_entries, joined_form, joined_kernels, planned_joins
+from halve.engine.join import (
+    Join,
+    choose_joins,
+    joined_entries,
+    joined_form,
+    joined_kernels,
+    planned_joins,
+    separated_entries,
+)
 from halve.engine.kernels.kernel import Kernel
 from halve.engine.kernels.registry import FALLBACK, FAMILIES, family_of, no_sparse_kernels
 from halve.engine.layer import Layer
@@ -85,6 +93,19 @@ class Compiled(nn.Module):
     def layers(self) -> list[Layer]:
         """All layers that have a choice of kernels."""
         return [module for module in self.modules() if isinstance(module, Layer)]
+
+    def tensors(self) -> list[Tensor]:
+        """All weights in memory: also those of joined layers, and of what Inductor compiled. Some share storage."""
+        return [*self.parameters(), *self.buffers(), *self._bodies.tensors()]
+
+    @property
+    def code_bytes(self) -> int:
+        """The size of the machine code of all layers on this CPU; 0 on GPUs. Code that layers share counts once.
+
+        Code that has not been emitted yet is emitted now.
+        """
+        codes = {id(code): code.size for layer in self.layers for code in layer.emitted()}
+        return sum(codes.values())
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if named:
@@ -221,7 +242,8 @@ class Compiled(nn.Module):
             elif self.device.type == "cuda":
                 self._record(inputs)
             elif self.device.type == "cpu":
-                self._run(*inputs)  # CPU kernels are emitted on first use
+                self._run(*inputs)
+                self.plan.code_bytes = self.code_bytes
 
     def _has_form(self, size: int) -> bool:
         """Whether the plan has a form of the network for this batch size."""
@@ -240,8 +262,8 @@ class Compiled(nn.Module):
         if planned:
             wanted = self.plan.joins.get(size, [])
             joins = planned_joins(body, wanted, sizes, self.device)
-            if lost := len(wanted) - len(joins):
-                self.plan.uncompiled[JOINS] = f"{lost} of {len(wanted)} not used at batch size {size}: no kernel here"
+            if len(joins) < len(wanted):
+                self._lose_joins(size, joins, kernels)
         else:
             joins = [] if self.reason is not None else self.faster_joins(inputs, entries)
         if joins:
@@ -262,6 +284,19 @@ class Compiled(nn.Module):
             self.plan.batches[size] = joined_entries(entries, joins)
         if joins:
             self.plan.joins[size] = [join.planned for join in joins]
+
+    def _lose_joins(self, size: int, found: Sequence[Join], kernels: Mapping[Layer, Kernel]) -> None:
+        """Correct the plan if it has joins that this network or device cannot have: their layers run separately."""
+        wanted = self.plan.joins.pop(size)
+        if size in self.plan.batches:
+            entries = separated_entries(self.plan.batches[size], wanted, kernels)
+            self.plan.batches[size] = joined_entries(entries, found)
+        if found:
+            self.plan.joins[size] = [join.planned for join in found]
+        lost = f"{len(wanted) - len(found)} of {len(wanted)} not used at batch size {size}: no kernel here"
+        before = self.plan.uncompiled.get(JOINS)
+        self.plan.uncompiled[JOINS] = lost if before is None else f"{before}; {lost}"
+        warn(f"slower than planned: {JOINS}: {lost}. Compile the model here to plan again", EngineWarning)
 
     def _layer_sizes(self, inputs: tuple[Tensor, ...]) -> dict[Layer, int]:
         """The input size of each layer that runs on these inputs."""
@@ -383,7 +418,7 @@ class Compiled(nn.Module):
             return False
         for layer in self.layers:
             layer.use({1: FALLBACK})
-        self.plan.batches, self.plan.inductor, self.plan.joins = {}, {}, {}
+        self.plan.batches, self.plan.inductor, self.plan.joins, self.plan.code_bytes = {}, {}, {}, 0
         return True
 
     def _adapt(self, before: str | None) -> None:
@@ -396,6 +431,7 @@ class Compiled(nn.Module):
             if now is None and self._sparse_kernels:  # none if it was loaded from a file of a device without them
                 for layer, kernels in zip(self.layers, self._sparse_kernels, strict=True):
                     layer.use(kernels)
+                self.plan.code_bytes = self.code_bytes
 
     def use_plan_of(self, other: "Compiled") -> None:
         """Copy the plan of another network with the same layers."""
@@ -429,7 +465,7 @@ class Compiled(nn.Module):
 
     def fall_back(self, reason: str) -> "Compiled":
         """Switch all layers to dense kernels, with a warning."""
-        self.plan.dense = reason
+        self.plan.dense, self.plan.code_bytes = reason, 0
         self._sparse_kernels = [dict(layer.kernels) for layer in self.layers]
         for layer in self.layers:
             layer.use({1: FALLBACK})
@@ -470,6 +506,7 @@ def load(path: str | Path, device: str | torch.device | None = None) -> Compiled
         fast.fall_back(reason)
     if fast.device.type == "cuda" or fast.plan.inductor or dropped:
         fast.warmup(planned[-MAX_RECORDINGS:])  # only compiled and recorded, unless the plan was dropped
+    fast.plan.code_bytes = fast.code_bytes  # emits it: the file has none
     return fast
 
 

@@ -6,12 +6,16 @@ never part of a saved network.
 """
 
 import contextlib
+import copy
 import os
 import shutil
+import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -44,8 +48,15 @@ class CompiledBody:
     again goes through its checks: another number of threads, autocast, subclasses of tensors.
     """
 
-    def __init__(self, checked: Run, code: "_Code | None" = None) -> None:
-        self._checked, self._code = checked, code
+    def __init__(self, checked: Run, code: "_Code | None" = None, module: nn.Module | None = None) -> None:
+        """Make it callable.
+
+        Args:
+            checked: the network as Dynamo calls it.
+            code: what Inductor made of it. Default: always go through Dynamo's checks.
+            module: owns the weights. Default: none.
+        """
+        self._checked, self._code, self.module = checked, code, module
         self._threads = torch.get_num_threads()
 
     def __call__(self, *inputs: Tensor) -> Any:
@@ -99,6 +110,11 @@ def _place(tensor: Any, among: Sequence[Any]) -> int:
 
 class Bodies(dict[Any, Run]):
     """Forms of a network by input shape: layers joined, or compiled. Copies of a network have none yet."""
+
+    def tensors(self) -> list[Tensor]:
+        """The tensors of all forms, which they may share with the network."""
+        modules = (form if isinstance(form, nn.Module) else getattr(form, "module", None) for form in self.values())
+        return [x for module in modules if module is not None for x in (*module.parameters(), *module.buffers())]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Bodies":
         return Bodies()
@@ -196,14 +212,14 @@ def compile_body(
 
     expected = visit(layers, partial(body, *inputs), note)
     fixed = joined(body, kernels, shapes)
-    fixed = GraphModule(fixed, fixed.graph)  # a copy: its layers are replaced
+    fixed = GraphModule(fixed, copy.deepcopy(fixed.graph))  # its layers are replaced; a graph holds its module
     for name, layer in [*fixed.named_modules()]:
         if isinstance(layer, Layer):
             fixed.set_submodule(name, _Fixed(layer, kernels.get(layer, FALLBACK)))
     fixed.requires_grad_(False).eval()
     # Recordings are ours. Tracing reads whether weights are constants from the global setting.
     options: dict[str, Any] = {"triton.cudagraphs": False, "freezing": True}
-    compiled: list[_Code] = []
+    compiled: list[_Code | None] = []
 
     def backend(graph: GraphModule, examples: Sequence[Any]) -> Run:
         from torch._inductor.compile_fx import compile_fx
@@ -218,6 +234,7 @@ def compile_body(
 
         return run
 
+    before = _generated_modules()
     try:
         with _settings(), torch.no_grad():
             run = torch.compile(fixed, dynamic=False, fullgraph=True, backend=backend)
@@ -225,8 +242,32 @@ def compile_body(
     except Exception as error:  # compilers of several kinds: Dynamo, Triton, C++
         raise EngineError(f"Inductor cannot compile the network: {first_line(error)}") from error
     _check(outputs, expected)
-    direct = [code for code in compiled if code.bind(tuple(inputs), outputs) and all(x.is_cpu for x in inputs)]
-    return CompiledBody(run, direct[0] if direct else None), time.perf_counter() - started
+    code = compiled[0] if compiled else None
+    compiled[:] = [None]  # Dynamo holds backends forever, and this one holds the list
+    direct = code is not None and code.bind(tuple(inputs), outputs) and all(x.is_cpu for x in inputs)
+    found = CompiledBody(run, code if direct else None, fixed)
+    made = [module for name, module in _generated_modules().items() if name not in before]
+    weakref.finalize(found, _forget, made)
+    return found, time.perf_counter() - started
+
+
+def _generated_modules() -> dict[int, ModuleType]:
+    """The modules that Inductor has generated and holds, by their id. Frozen weights are their attributes."""
+    from torch._inductor.codecache import PyCodeCache
+
+    shared = {id(module) for module in getattr(PyCodeCache, "modules_no_attr", {}).values()}
+    return {id(module): module for module in PyCodeCache.modules if id(module) not in shared}
+
+
+def _forget(modules: Sequence[ModuleType]) -> None:
+    """Make Inductor forget modules of a network that is gone, as it would hold their weights forever."""
+    from torch._inductor.codecache import PyCodeCache
+
+    gone = {id(module) for module in modules}
+    PyCodeCache.modules[:] = [module for module in PyCodeCache.modules if id(module) not in gone]
+    for module in modules:
+        if sys.modules.get(module.__name__) is module:
+            del sys.modules[module.__name__]
 
 
 class _Fixed(nn.Module):
