@@ -3,10 +3,10 @@
     python benchmarks/bench_loader.py [--data FOLDER] [--images 512] [--threads 0 2] [--device cpu] [--out FILE]
 
 Without --data, photos of 500 x 375 pixels are rendered, the usual size in ImageNet. Pillow has `--threads` worker
-processes, DALI as many threads beside its readers; with 0, everything runs in one process, whose CPU time per image is
-recorded too: it says more than the rate where other programs run. Each loader reads all images once to warm up, then three times, in
-turn; the median counts. The largest difference of a pixel is recorded too. On a GPU (--device cuda), batches of both
-end up on it. Without DALI only Pillow is measured. Writes benchmarks/results/loader.json.
+processes, DALI as many threads beside its readers. With 0, everything runs in one process, whose CPU time per image is
+recorded too: it says more than the rate where other programs run. Each loader reads all images once to warm up, then
+three times, in turn; the median counts. The largest difference of a pixel is recorded too. On a GPU (--device cuda),
+batches of both end up on it. Without DALI only Pillow is measured. Writes benchmarks/results/loader.json.
 """
 
 import argparse

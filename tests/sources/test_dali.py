@@ -87,6 +87,18 @@ def test_presets_of_libraries_give_the_same_pixels(folder, mode):
 
 
 @installed
+def test_random_crops_are_torchvisions_and_follow_the_seed(folder):
+    scaled = transforms.Normalize([0.0] * 3, [1 / 255] * 3)
+    steps = transforms.Compose([transforms.Resize(40), transforms.RandomCrop(32), transforms.ToTensor(), scaled])
+    found = []
+    for name in ("pillow", "dali", "dali"):
+        torch.manual_seed(len(found) // 2)
+        found.append(list(load_data(folder, steps, loader=name).loader))
+    compare(found[0], found[1], most=ROUNDING)
+    assert (found[1][0][0] - found[2][0][0]).abs().max() > 10
+
+
+@installed
 @pytest.mark.parametrize(
     ("kind", "mode"),
     [
@@ -234,6 +246,7 @@ def test_the_steps_of_preprocessing_are_known():
         ([transforms.CenterCrop(32), transforms.Resize(40), transforms.Normalize([0.5], [0.5])], "Resize"),
         ([transforms.Resize(40, InterpolationMode.NEAREST), transforms.Normalize([0.5], [0.5])], "Compose"),
         ([transforms.Resize(40), transforms.ToTensor()], "Compose"),
+        ([transforms.RandomCrop(32, padding=4), transforms.Normalize([0.5], [0.5])], "RandomCrop"),
     ],
 )
 def test_steps_that_dali_cannot_do_are_named(steps, says):
@@ -249,7 +262,7 @@ def test_sizes_and_crops_are_torchvisions(size):
     resized = TF.resize(image, 232)
     assert steps.resized(size[1], size[0]) == (resized.height, resized.width)
     column = torch.arange(float(resized.width)).expand(1, 1, resized.width)
-    assert TF.center_crop(column, [1, 224])[0, 0, 0] == steps.start(resized.width)
+    assert TF.center_crop(column, [1, 224])[0, 0, 0] == steps.start(224, resized.width)[1]
 
 
 def test_pictures_are_read_and_not_decoded(folder):

@@ -21,6 +21,7 @@ from halve.errors import DataError, OptionError, SourceError, first_line
 from halve.sources.images import Picture, as_rgb, different_sizes, reading
 from halve.sources.preprocessing import Preprocessing
 
+_CROPS = ("CenterCrop", "RandomCrop")
 _DECODED = ("RGB", "L")  # colour modes of JPEG files that DALI decodes as Pillow does
 
 
@@ -30,10 +31,11 @@ class Steps:
 
     Args:
         resize: Length of the shorter side after resizing (None: not resized).
-        size: Side of the square that is cropped from the centre (None: not cropped).
+        size: Side of the square that is cropped (None: not cropped).
         mean: Mean of each channel, after scaling to 0..1.
         std: Standard deviation of each channel.
         interpolation: "bilinear" or "bicubic", antialiased.
+        random: Whether crops are random, by torch's random numbers, instead of from the centre.
     """
 
     resize: int | None
@@ -41,6 +43,7 @@ class Steps:
     mean: tuple[float, ...]
     std: tuple[float, ...]
     interpolation: str = "bilinear"
+    random: bool = False
 
     def resized(self, height: int, width: int) -> tuple[int, int]:
         """Height and width after resizing, rounded as torchvision does.
@@ -53,11 +56,20 @@ class Steps:
         longer = int(self.resize * max(height, width) / min(height, width))
         return (self.resize, longer) if height <= width else (longer, self.resize)
 
-    def start(self, length: int) -> int:
-        """Where the crop starts along a side; negative if the image is smaller and padded."""
-        if self.size is None:
-            return 0
-        return round((length - self.size) / 2) if length >= self.size else -((self.size - length) // 2)
+    def start(self, height: int, width: int) -> tuple[int, int]:
+        """Where the crop starts; negative if the image is smaller and padded."""
+        size = self.size
+        if size is None:
+            return 0, 0
+        if self.random and min(height, width) >= size:
+            if (height, width) == (size, size):
+                return 0, 0
+            down, right = (int(torch.randint(0, length - size + 1, (1,))) for length in (height, width))
+            return down, right
+        down, right = (
+            round((length - size) / 2) if length >= size else -((size - length) // 2) for length in (height, width)
+        )
+        return down, right
 
 
 def steps_of(preprocess: Any) -> Steps:
@@ -85,6 +97,8 @@ def steps_of(preprocess: Any) -> Steps:
             found |= {"resize": _side(step.size, preprocess), "interpolation": step.interpolation.value}
         elif isinstance(step, T.CenterCrop) and "mean" not in found:
             found["size"] = _side(step.size, preprocess)
+        elif isinstance(step, T.RandomCrop) and "mean" not in found and not step.padding and not step.pad_if_needed:
+            found |= {"size": _side(step.size, preprocess), "random": True}
         elif isinstance(step, T.Normalize):
             found |= {"mean": step.mean, "std": step.std}
         elif type(step).__name__ not in ("ToTensor", "MaybeToTensor"):
@@ -105,26 +119,27 @@ def _side(size: Any, preprocess: Any) -> int:
 def _crops(preprocess: Any, sides: Sequence[int]) -> bool:
     """Whether a square is that of a crop: resizing to a square would change the proportions."""
     crops = [getattr(preprocess, "crop_size", None)]
-    crops += [step.size for step in getattr(preprocess, "transforms", ()) if type(step).__name__ == "CenterCrop"]
+    crops += [step.size for step in getattr(preprocess, "transforms", ()) if type(step).__name__ in _CROPS]
     return any(list(crop) == list(sides) for crop in crops if isinstance(crop, list | tuple))
 
 
 def _unknown(preprocess: Any, what: str) -> OptionError:
     return OptionError(
-        f"DALI cannot do the model's preprocessing: it knows resizing the shorter side, a centre crop and "
+        f"DALI cannot do the model's preprocessing: it knows resizing the shorter side, centre and random crops and "
         f"normalisation, not {what}; pass --size, or use --loader pillow"
     )
 
 
 @dataclass(frozen=True)
 class Encoded:
-    """An encoded picture with its label, and its size before and after resizing."""
+    """An encoded picture with its label, its size before and after resizing, and where it is cropped."""
 
     content: np.ndarray[Any, np.dtype[np.uint8]]
     label: int | None
     where: str
     size: tuple[int, int]  # height and width
     resized: tuple[int, int]
+    start: tuple[int, int]  # of the crop, down and right
 
 
 class EncodedPictures(Dataset[Encoded]):
@@ -146,10 +161,9 @@ class EncodedPictures(Dataset[Encoded]):
                     file = io.BytesIO()
                     as_rgb(image).save(file, "PPM")
                     content = file.getvalue()
-        size = (height, width)
-        return Encoded(
-            np.frombuffer(content, np.uint8), picture.label, picture.where, size, self.steps.resized(height, width)
-        )
+        resized = self.steps.resized(height, width)
+        start = self.steps.start(*resized)
+        return Encoded(np.frombuffer(content, np.uint8), picture.label, picture.where, (height, width), resized, start)
 
 
 class Decoder:
@@ -219,8 +233,7 @@ class Decoder:
         if self.steps.resize is not None:
             pipeline.feed_input("sizes", [np.array(item.resized, np.float32) for item in batch])
         if self.steps.size is not None:
-            starts = [[self.steps.start(length) for length in item.resized] for item in batch]
-            pipeline.feed_input("starts", [np.array(start, np.int32) for start in starts])
+            pipeline.feed_input("starts", [np.array(item.start, np.int32) for item in batch])
         pipeline.schedule_run()
 
     def _result(self, pipeline: Any, batch: Sequence[Encoded]) -> Any:
