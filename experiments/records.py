@@ -14,6 +14,9 @@ NAMES = {
     "resnet50_v1": "ResNet-50",
     "efficientnet_lite0": "EfficientNet-Lite0",
     "convnext_tiny": "ConvNeXt-T",
+    "convnext_small": "ConvNeXt-S",
+    "convnext_base": "ConvNeXt-B",
+    "convnext_large": "ConvNeXt-L",
     "mobilenet_v3_large": "MobileNetV3-L",
     "efficientnet_b0": "EfficientNet-B0",
     "efficientnet_v2_s": "EfficientNetV2-S",
@@ -32,6 +35,11 @@ METRICS = {"top1": "top-1", "agreement": "agreement"}
 def recorded(path: str) -> Any:
     """The content of a JSON file in the repository."""
     return json.loads((ROOT / path).read_text())
+
+
+def recorded_if_any(path: str) -> list[dict[str, Any]]:
+    """The records of a JSON file in the repository; none if the experiment has not run yet."""
+    return recorded(path) if (ROOT / path).exists() else []
 
 
 def accuracies() -> list[dict[str, Any]]:
