@@ -51,7 +51,7 @@ if torch.distributed.is_initialized():
 """
 
 
-# The first time a process is killed in the middle of a run; the second time the run is resumed, and done once more whole.
+# The first time a process is killed in the middle of a run; the second time that run is resumed, and repeated whole.
 RESUMED = """
 import os, signal, sys, torch, halve
 from pathlib import Path
