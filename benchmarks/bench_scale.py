@@ -5,7 +5,8 @@
 Each network has random weights and runs `halve.learn` with its defaults in its own process: noise as images, no search
 for channel orders, nothing held back. The time is the median over tens of steps after the first ten; the memory is the
 peak that PyTorch allocated (on a CPU, the largest resident size of the process). A network that does not fit is
-recorded as such, and so are the exponents of growth with the masked weights. Writes benchmarks/results/scale.json. Does nothing without a GPU, unless --device cpu is given.
+recorded as such. The exponents of growth with the masked weights are recorded for each family. Writes
+benchmarks/results/scale.json. Does nothing without a GPU, unless --device cpu is given.
 """
 
 import argparse
