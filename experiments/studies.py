@@ -23,7 +23,7 @@ REUSE_ARMS = {
     "magnitude": "magnitude",
 }
 STROKES = {
-    "dense": ("line", "8 5"),
+    "dense": ("arrow", "8 5"),
     "kept": ("curve", ""),
     "relearned": ("curve", "3 4"),
     "relearned_faster": ("curve", "9 5"),
@@ -126,8 +126,6 @@ def reuse_figure() -> str:
         shown = [(i, r[arm]["top1"]) for i, r in enumerate(records) if arm in r and 100 * r[arm]["top1"] >= low]
         kind, dashes = STROKES[arm]
         style = f' stroke-dasharray="{dashes}"' if dashes else ""
-        if kind == "line":
-            kind, style = "arrow", style
         if len(shown) > 1:
             path = " ".join(
                 f"{'ML'[n > 0]} {x:.1f} {y_:.1f}" for n, (x, y_) in enumerate(at(*point) for point in shown)

@@ -673,11 +673,8 @@ def reuse() -> str:
     records = reuse_records()
     arms = [arm for arm in REUSE_ARMS if all(arm in r for r in records)]
     rows = [
-        [
-            f"{r['update_steps']:,}",
-            f"{100 * r['relative_change']:.1f} %",
-            *(f"{100 * r[arm]['top1']:.1f}" for arm in arms),
-        ]
+        [f"{r['update_steps']:,}", f"{100 * r['relative_change']:.1f} %"]
+        + [" / ".join(f"{100 * r[arm][key]:.1f}" for key in ("top1", "agreement") if key in r[arm]) for arm in arms]
         for r in records
     ]
     heads = ["steps of fine-tuning", "change of the weights", *(REUSE_ARMS[arm] for arm in arms)]
@@ -689,7 +686,8 @@ def reuse() -> str:
     ]
     size = "Reduced size, one seed: differences below a point mean nothing. " if first["kind"] == "reduced" else ""
     note = (
-        f"{name_of(first['network'])}, CIFAR-10, top-1 in % on {first['test_images']:,} test images. {size}"
+        f"{name_of(first['network'])}, CIFAR-10: top-1 / agreement with the updated dense network, in %, on "
+        f"{first['test_images']:,} test images. {size}"
         f"The mask was learned in {first['mask_steps']:,} steps of {first['batch']} images, the others in "
         f"{first['fresh']['steps']:,}. "
         f"Blocks that changed: {'; '.join(changed)}. {measured_on(records)} (`experiments/reuse.py`)."
