@@ -136,6 +136,13 @@ def epochs_of(name: str, options: argparse.Namespace) -> int:
     return options.dense_epochs or EPOCHS[name]
 
 
+def one_shot(model: nn.Module, method: str, folders: Folders, seconds: float) -> halve.MaskSet:
+    """The masks of a method that does not learn, with as much time for channel orders as `halve.learn` has."""
+    if method != "magnitude_permuted":
+        return masks_by(model, method, folders.train, 0, {})
+    return halve.prune(model, permute=True, permute_seconds=seconds, example=next(iter(folders.train))[0])
+
+
 def learned(
     model: nn.Module, name: str, work: Work, folders: Folders, options: argparse.Namespace, processes: Processes
 ) -> halve.MaskSet:
@@ -263,7 +270,7 @@ def main() -> None:
             if work[0] in LEARNED:
                 masks = learned(model, name, work, folders, options, processes)
             elif processes.is_main:
-                masks = masks_by(model, work[0], folders.train, 0, {})
+                masks = one_shot(model, work[0], folders, options.permute_seconds)
             if not processes.is_main:
                 continue
             seconds = time.perf_counter() - begun
