@@ -32,6 +32,18 @@ NAMES = {
 }
 MAIN = ("resnet", "convnext")  # networks with targets of their own; on the others, the aim is never to be slower
 DENSE = ("best_dense", "compile", "compile_freezing")  # systems that may be the best dense version
+METHODS = {
+    "dense": "dense",
+    "magnitude": "magnitude",
+    "magnitude_permuted": "magnitude, permuted",
+    "paper": "the paper's recipe",
+    "paper_tuned": "the same at its best",
+    "halve": "halve",
+    "halve_recalibrated": "halve, recalibrated",
+    "halve_norms": "halve, norms learned",
+    "halve_plan": "halve, where it pays",
+    "halve_plan_norms": "halve, where it pays, norms learned",
+}
 METRICS = {"top1": "top-1", "agreement": "agreement"}
 
 

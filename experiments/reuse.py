@@ -84,6 +84,7 @@ def main() -> None:
     parser.add_argument("assets", type=Path)
     parser.add_argument("--network", default="cifar_resnet20", choices=list(NETWORKS))
     parser.add_argument("--reduced", action="store_true", help=f"{REDUCED} instead of {FULL}")
+    parser.add_argument("--updates", nargs="+", type=int, help="steps of fine-tuning in all, in growing order")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--work", type=Path, default=Path("reuse-out"), help="folder for the mask and the checkpoints")
@@ -112,7 +113,7 @@ def main() -> None:
     records: list[dict[str, Any]] = json.loads(options.out.read_text()) if options.out.exists() else []
     done = {(r["network"], r["kind"], r["seed"], r["update_steps"]) for r in records}
     new, before = copy.deepcopy(old), 0
-    for steps in size["updates"]:
+    for steps in sorted(options.updates or size["updates"]):
         checkpoint = options.work / f"{stem}.{steps}.safetensors"
         if checkpoint.exists():
             load_weights_(new, checkpoint)

@@ -3,16 +3,11 @@
 from typing import Any
 
 from drawing import drawing, line, lines, rect, text
-from records import measured_on, name_of, recorded_if_any
+from records import METHODS, measured_on, name_of, recorded_if_any
 
 CONVERGED = 0.01  # top-1 lost at most, to count as converged
 PAPER_METHODS = {
-    "dense": "dense",
-    "magnitude": "magnitude",
-    "magnitude_permuted": "magnitude, permuted",
-    "paper": "the paper's recipe",
-    "paper_tuned": "the same at its best",
-    "halve": "halve",
+    method: METHODS[method] for method in ("dense", "magnitude", "magnitude_permuted", "paper", "paper_tuned", "halve")
 }
 REUSE_ARMS = {
     "dense": "dense, updated",

@@ -16,6 +16,7 @@ from figure import figure
 from idea import idea
 from plots import accuracy_against_time, cpu_bars, speed_bars
 from records import (
+    METHODS,
     METRICS,
     ROOT,
     accuracies,
@@ -53,18 +54,6 @@ ONE_SHOT = {
     "wanda": "Wanda",
     "reconstruct": "reconstruct",
     "reconstruct_permuted": "reconstruct, permuted",
-}
-METHODS = {
-    "dense": "dense",
-    "magnitude": "magnitude",
-    "magnitude_permuted": "magnitude, permuted",
-    "paper": "the paper's recipe",
-    "paper_tuned": "the same at its best",
-    "halve": "halve",
-    "halve_recalibrated": "halve, recalibrated",
-    "halve_norms": "halve, norms learned",
-    "halve_plan": "halve, where it pays",
-    "halve_plan_norms": "halve, where it pays, norms learned",
 }
 SYSTEMS = {
     "eager": "eager",

@@ -20,8 +20,7 @@ from halve.sources.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessi
 from tests.pictures import tar_of
 
 installed = pytest.mark.skipif(
-    getattr(sys.modules.get("nvidia.dali"), "__file__", None) is None
-    and (importlib.util.find_spec("nvidia") is None or importlib.util.find_spec("nvidia.dali") is None),
+    importlib.util.find_spec("nvidia") is None or importlib.util.find_spec("nvidia.dali") is None,
     reason="needs NVIDIA DALI: pip install 'halve[dali]'",
 )
 PLAIN = {"mean": (0.0,) * 3, "std": (1 / 255,) * 3}  # tensors hold pixels, 0 to 255
