@@ -32,8 +32,8 @@ import halve
 from halve.learn.settings import Settings
 from halve.machine import device_name
 from halve.select.speed_plan import SpeedPlan, load_plan
-from halve.sources.data import IMAGENET_MEAN, IMAGENET_STD
 from halve.sources.models import load_model
+from halve.sources.preprocessing import IMAGENET_MEAN, IMAGENET_STD
 
 RESULTS = Path(__file__).parent / "results" / "accuracy.json"
 LEARNING = tuple(field.name for field in dataclasses.fields(Settings))

@@ -33,8 +33,9 @@ from halve.export.network import prepared
 from halve.export.runtime import Session
 from halve.machine import device_name
 from halve.masks.file import checksum
-from halve.sources.data import Preprocessing, load_data
+from halve.sources.data import load_data
 from halve.sources.models import load_model
+from halve.sources.preprocessing import Preprocessing
 
 RESULTS = Path(__file__).parent / "results" / "export.json"
 CALIBRATION_IMAGES = 256

@@ -17,6 +17,8 @@ NAMES = {
     "efficientnet_lite0": "EfficientNet-Lite0",
     "convnext_tiny": "ConvNeXt-T",
     "convnext_small": "ConvNeXt-S",
+    "convnext_base": "ConvNeXt-B",
+    "convnext_large": "ConvNeXt-L",
     "mobilenet_v3_large": "MobileNetV3-L",
     "efficientnet_b0": "EfficientNet-B0",
     "efficientnet_v2_s": "EfficientNetV2-S",
@@ -30,6 +32,18 @@ NAMES = {
 }
 MAIN = ("resnet", "convnext")  # networks with targets of their own; on the others, the aim is never to be slower
 DENSE = ("best_dense", "compile", "compile_freezing")  # systems that may be the best dense version
+METHODS = {
+    "dense": "dense",
+    "magnitude": "magnitude",
+    "magnitude_permuted": "magnitude, permuted",
+    "paper": "the paper's recipe",
+    "paper_tuned": "the same at its best",
+    "halve": "halve",
+    "halve_recalibrated": "halve, recalibrated",
+    "halve_norms": "halve, norms learned",
+    "halve_plan": "halve, where it pays",
+    "halve_plan_norms": "halve, where it pays, norms learned",
+}
 METRICS = {"top1": "top-1", "agreement": "agreement"}
 
 
@@ -37,6 +51,11 @@ METRICS = {"top1": "top-1", "agreement": "agreement"}
 def recorded(path: str) -> Any:
     """The content of a JSON file in the repository."""
     return json.loads((ROOT / path).read_text())
+
+
+def recorded_if_any(path: str) -> list[dict[str, Any]]:
+    """The records of a JSON file in the repository; none if the experiment has not run yet."""
+    return recorded(path) if (ROOT / path).exists() else []
 
 
 def accuracies() -> list[dict[str, Any]]:

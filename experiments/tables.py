@@ -16,6 +16,7 @@ from figure import figure
 from idea import idea
 from plots import accuracy_against_time, cpu_bars, speed_bars
 from records import (
+    METHODS,
     METRICS,
     ROOT,
     accuracies,
@@ -35,6 +36,16 @@ from records import (
     speedups,
     times,
 )
+from studies import (
+    PAPER_METHODS,
+    REUSE_ARMS,
+    epochs_to_converge,
+    longest,
+    paper_figure,
+    paper_records,
+    reuse_figure,
+    reuse_records,
+)
 
 ONE_SHOT = {
     "random": "random",
@@ -43,18 +54,6 @@ ONE_SHOT = {
     "wanda": "Wanda",
     "reconstruct": "reconstruct",
     "reconstruct_permuted": "reconstruct, permuted",
-}
-METHODS = {
-    "dense": "dense",
-    "magnitude": "magnitude",
-    "magnitude_permuted": "magnitude, permuted",
-    "paper": "the paper's recipe",
-    "paper_tuned": "the same at its best",
-    "halve": "halve",
-    "halve_recalibrated": "halve, recalibrated",
-    "halve_norms": "halve, norms learned",
-    "halve_plan": "halve, where it pays",
-    "halve_plan_norms": "halve, where it pays, norms learned",
 }
 SYSTEMS = {
     "eager": "eager",
@@ -609,6 +608,88 @@ def peers() -> str:
     return f"{table(heads, rows)}\n\n{note}"
 
 
+def loaders() -> str:
+    """Images per second of the loaders."""
+    records = recorded("benchmarks/results/loader.json")
+    rows = [
+        [
+            "Pillow" if r["loader"] == "pillow" else f"DALI, on a {'GPU' if r['device'] == 'cuda' else 'CPU'}",
+            str(r["threads"]),
+            f"{r['images_per_s']:.0f}",
+            "" if r["cpu_ms_per_image"] is None else f"{r['cpu_ms_per_image']:.1f} ms",
+            f"{r['largest_difference']:.0f} of 255",
+        ]
+        for r in records
+    ]
+    heads = ["loader", "workers", "images per second", "CPU time per image", "largest difference of a pixel"]
+    note = f"{records[0]['data']}; {measured_on(records)} (`benchmarks/bench_loader.py`)."
+    return f"{table(heads, rows)}\n\n{prose(note)}"
+
+
+def _shares(record: dict[str, Any] | None) -> str:
+    """Top-1 and top-5 in percent; top-5 is not known of fewer than six classes."""
+    if record is None:
+        return ""
+    return " / ".join(f"{100 * record[key]:.2f}" for key in ("top1", "top5") if record[key] is not None)
+
+
+def paper_tables() -> str:
+    """The paper's tables: top-1 and top-5 of each method, and epochs to converge."""
+    parts = []
+    for data, networks in paper_records().items():
+        methods = [m for m in PAPER_METHODS if any(longest(records, m) for records in networks.values())]
+        rows = [
+            [name_of(network), *(_shares(longest(records, method)) for method in methods)]
+            for network, records in networks.items()
+        ]
+        everything = [r for records in networks.values() for r in records]
+        budgets = [
+            [name_of(network), str(records[0]["dense"]["epochs"])]
+            + [str(epochs_to_converge(records, m) or "not") for m in methods if m in ("paper", "paper_tuned", "halve")]
+            + [", ".join(str(e) for e in sorted({r["epochs"] for r in records if r["epochs"]}))]
+            for network, records in networks.items()
+        ]
+        learned_by = [PAPER_METHODS[m] for m in methods if m in ("paper", "paper_tuned", "halve")]
+        weights = ", ".join(sorted({r["dense"]["weights"] for r in everything}))
+        about = f"{data}. Top-1 / top-5 in %, learned masks with their largest budget. Dense networks: {weights}."
+        parts += [
+            table(["%", *(PAPER_METHODS[m] for m in methods)], rows),
+            prose(f"{about} {measured_on(everything)}."),
+        ]
+        heads = ["epochs", "of the dense network", *learned_by, "budgets tried"]
+        parts += ["Epochs to come within a point of the dense network's top-1:", table(heads, budgets)]
+    if not parts:
+        return "No results are recorded yet; the command below records them."
+    return "\n\n".join(parts)
+
+
+def reuse() -> str:
+    """Masks after updates of the checkpoint."""
+    records = reuse_records()
+    arms = [arm for arm in REUSE_ARMS if all(arm in r for r in records)]
+    rows = [
+        [f"{r['update_steps']:,}", f"{100 * r['relative_change']:.1f} %"]
+        + [" / ".join(f"{100 * r[arm][key]:.1f}" for key in ("top1", "agreement") if key in r[arm]) for arm in arms]
+        for r in records
+    ]
+    heads = ["steps of fine-tuning", "change of the weights", *(REUSE_ARMS[arm] for arm in arms)]
+    first = records[0]
+    changed = [
+        f"{REUSE_ARMS[arm]} {span([100 * r[arm]['changed_blocks'] for r in records], '{:.1f}')} %"
+        for arm in arms
+        if "changed_blocks" in first[arm]
+    ]
+    size = "Reduced size, one seed: differences below a point mean nothing. " if first["kind"] == "reduced" else ""
+    note = (
+        f"{name_of(first['network'])}, CIFAR-10: top-1 / agreement with the updated dense network, in %, on "
+        f"{first['test_images']:,} test images. {size}"
+        f"The mask was learned in {first['mask_steps']:,} steps of {first['batch']} images, the others in "
+        f"{first['fresh']['steps']:,}. "
+        f"Blocks that changed: {'; '.join(changed)}. {measured_on(records)} (`experiments/reuse.py`)."
+    )
+    return f"{table(heads, rows)}\n\n{prose(note)}"
+
+
 TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
     name: (ROOT / page, made)
     for page, name, made in [
@@ -628,6 +709,9 @@ TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
         ("docs/results/speed.md", "gpu_layers", gpu_layers),
         ("docs/results/speed.md", "pool", pool),
         ("docs/results/speed.md", "photos", photos),
+        ("docs/results/speed.md", "loaders", loaders),
+        ("docs/results/paper.md", "paper_tables", paper_tables),
+        ("docs/results/reuse.md", "reuse", reuse),
         ("docs/how/certificates.md", "certify_flips", certify_flips),
         ("docs/how/certificates.md", "certify_proofs", certify_proofs),
         ("docs/how/certificates.md", "certify_lemmas", certify_lemmas),
@@ -648,6 +732,8 @@ TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
         ("docs/figures/kernels.svg", "kernels", sketches.kernels),
         ("docs/figures/two-certificates.svg", "two_certificates", sketches.certificates),
         ("docs/figures/accuracy-time.svg", "accuracy_against_time", accuracy_against_time),
+        ("docs/figures/paper.svg", "paper_figure", paper_figure),
+        ("docs/figures/reuse.svg", "reuse_figure", reuse_figure),
         ("docs/figures/speed.svg", "speed_bars", speed_bars),
         ("docs/figures/cpu.svg", "cpu_bars", cpu_bars),
     ]
