@@ -15,12 +15,23 @@ METHODS = {
     "reconstruct": "2:4, reconstruct",
     "learned": "2:4, `halve.learn`",
 }
-FACES = {"pnet": "P-Net, proposes", "rnet": "R-Net, refines", "onet": "O-Net, decides"}
+FACES = {"pnet": "P-Net", "rnet": "R-Net", "onet": "O-Net"}
 
 
 def _if_measured(name: str, made: Callable[[Any], str]) -> str:
     path = f"experiments/results/{name}.json"
     return made(recorded(path)) if (ROOT / path).exists() else ""
+
+
+def scenes() -> str:
+    """What the detector and the segmentation network were trained on."""
+    if not any((ROOT / f"experiments/results/{name}.json").exists() for name in ("detection", "segmentation")):
+        return ""
+    return prose(
+        "The detector and the segmentation network are trained by their experiments, on scenes that are rendered on "
+        "the fly: one to five shapes of ten kinds on textured backgrounds, in any size, rotation and colour, some "
+        "hidden by others. That is easier than photos are; what can be read from it is how masks compare."
+    )
 
 
 def detection() -> str:
@@ -99,7 +110,7 @@ def faces() -> str:
 
 def faces_table() -> str:
     """The same for the tutorial, without the networks one by one."""
-    return _if_measured("faces", _faces)
+    return _if_measured("faces", lambda found: f"## What came of it\n\n{_faces(found)}")
 
 
 def _faces(found: dict[str, Any]) -> str:
@@ -109,7 +120,7 @@ def _faces(found: dict[str, Any]) -> str:
         for r in found["accuracy"]
     ]
     dense = found["accuracy"][0]["dense_boxes"]
-    heads = ["MTCNN", f"faces (dense: {dense})", "boxes that agree, %", *(f"error of {n}, %" for n in FACES_SHORT)]
+    heads = ["MTCNN", f"faces (dense: {dense})", "boxes that agree, %", *(f"error of {n}, %" for n in FACES.values())]
     ms = found["speed"]["median_ms"]
     height, width = found["size"]
     note = (
@@ -119,9 +130,6 @@ def _faces(found: dict[str, Any]) -> str:
         f"(`experiments/faces.py`)."
     )
     return f"{table(heads, rows)}\n\n{prose(note)}"
-
-
-FACES_SHORT = ("P-Net", "R-Net", "O-Net")
 
 
 def _networks(found: dict[str, Any]) -> str:
