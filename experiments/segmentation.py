@@ -44,29 +44,25 @@ def main(arguments: Sequence[str] | None = None) -> None:
     learned_from = stream(10**4, options.learn_batch, seed=1000 + options.seed)
     tests = stream(-(-options.tests // options.time_batch), options.time_batch, seed=2000 + options.seed)
     records = []
+
+    def record(method: str, result: Any, **facts: Any) -> None:
+        shares = {"miou": result.miou, "pixels_right": result.top1, "agreement": result.agreement}
+        records.append({"method": method, **shares, **facts, **stamp(options)})
+        print(method, result, flush=True)
+
     for method in METHODS:
         masks = masks_by(method, model, learned_from, options)
-        result = halve.evaluate(model, masks, tests)
-        records.append(
-            {
-                "method": method,
-                "miou": result.miou,
-                "pixels_right": result.top1,
-                "agreement": result.agreement,
-                "miou_to_dense": result.miou_to_dense,
-                **mask_facts(masks),
-                **(facts if method == "dense" else {}),
-                **stamp(options),
-            }
-        )
-        print(method, result, flush=True)
+        training = facts if method == "dense" else {}
+        record(method, halve.evaluate(model, masks, tests), **mask_facts(masks), **training)
     example = next(iter(tests))[0]
+    fast, speed = timed(model, masks, example, options)
+    record("compiled", halve.evaluate(fast, None, tests, dense=model))
     found = {
         "network": "deeplabv3_mobilenet_v3_large",
         "images": len(tests) * tests.batch,
         "size": options.size,
         "accuracy": records,
-        "speed": timed(model, masks, example, options),
+        "speed": speed,
         "export": exported(model, masks, example[:2], options),
     }
     options.out.write_text(json.dumps(found, indent=1) + "\n")

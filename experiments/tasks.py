@@ -14,6 +14,7 @@ METHODS = {
     "magnitude": "2:4, magnitude",
     "reconstruct": "2:4, reconstruct",
     "learned": "2:4, `halve.learn`",
+    "compiled": "the same, compiled",
 }
 FACES = {"pnet": "P-Net", "rnet": "R-Net", "onet": "O-Net"}
 

@@ -120,8 +120,10 @@ def mask_facts(masks: halve.MaskSet) -> dict[str, Any]:
     return facts
 
 
-def timed(model: nn.Module, masks: halve.MaskSet, example: Any, options: argparse.Namespace) -> dict[str, Any]:
-    """Milliseconds of a call: eager, compiled dense, and compiled with masks; float16 on a GPU."""
+def timed(
+    model: nn.Module, masks: halve.MaskSet, example: Any, options: argparse.Namespace
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The compiled network, and milliseconds of a call: eager, compiled dense, and with masks; float16 on a GPU."""
     device = torch.device(options.device)
     half = device.type == "cuda"
     dtype = torch.float16 if half else torch.float32
@@ -139,7 +141,7 @@ def timed(model: nn.Module, masks: halve.MaskSet, example: Any, options: argpars
     if failed:
         raise next(iter(failed.values()))
     sparse = sum(layer.is_2_4 for layer in fast.layers)
-    return {
+    return fast, {
         "batch": len(example),
         "size": options.size,
         "dtype": str(dtype).removeprefix("torch."),
