@@ -22,11 +22,13 @@ from records import (
     accuracies,
     accuracy_rows,
     best_dense,
+    is_main,
     learned,
     mask_file,
     measured_on,
     name_of,
     networks_and_batches,
+    paired,
     percent,
     percents,
     recorded,
@@ -53,6 +55,7 @@ METHODS = {
     "halve_recalibrated": "halve, recalibrated",
     "halve_norms": "halve, norms learned",
     "halve_plan": "halve, where it pays",
+    "halve_plan_norms": "halve, where it pays, norms learned",
 }
 SYSTEMS = {
     "eager": "eager",
@@ -70,7 +73,7 @@ CPU_SYSTEMS = {
     "openvino": "OpenVINO",
     "halve": "halve",
 }
-SHOWN_BATCHES = (1, 32, 256)
+SHOWN_BATCHES = (1, 32, 256)  # of layers
 
 
 def headline() -> str:
@@ -104,6 +107,7 @@ def accuracy_brief() -> str:
     rows = [
         [f"{name_of(row[0])}, {row[1]}, {METRICS[row[2]]}", *(f"{percent(row, method):.1f}" for method in methods)]
         for row in accuracy_rows()
+        if all(percents(row, method) for method in methods)
     ]
     minutes = span([r["seconds"] / 60 for r in learned()], "{:.1f}")
     note = f"Mean of {len({r['seed'] for r in learned()})} seeds, {minutes} minutes each on an NVIDIA H200."
@@ -111,23 +115,25 @@ def accuracy_brief() -> str:
 
 
 def speed_brief() -> str:
-    """Whole networks in the README."""
-    ms, rows = times(), []
-    shown = [(network, batch) for network, batch in networks_and_batches() if batch in SHOWN_BATCHES]
-    for network, batch in shown:
-        compiled = [ms.get((network, batch, system)) for system in ("compile", "compile_freezing")]
-        compiled = min((time for time in compiled if time is not None), default=None)
-        folded, ours = ms[network, batch, "best_dense"], ms[network, batch, "halve"]
-        cells = ["" if time is None else f"{time:.3f}" for time in (compiled, folded, ours)]
-        rows.append([f"{name_of(network)}, batch {batch}", *cells, f"{best_dense(network, batch) / ours:.2f}x"])
-    heads = ["ms per batch", "torch.compile", "folded, dense", "halve", "over the faster dense"]
+    """Whole networks in the README: milliseconds, and the speed-up over the best dense version."""
+    ms, batches = times(), sorted({batch for _, batch in networks_and_batches()})
+    networks = sorted(
+        dict.fromkeys(network for network, _ in networks_and_batches()), key=lambda n: (not is_main(n), n)
+    )
+    rows = []
+    for network in networks:
+        cells = []
+        for batch in batches:
+            dense, ours = best_dense(network, batch), ms.get((network, batch, "halve"))
+            cells.append(f"{ours:.{2 if ours >= 1 else 3}f} ms, **{dense / ours:.2f}x**" if dense and ours else "")
+        rows.append([name_of(network), *cells])
     sparsity = [f"{ratio:.2f}x ({name_of(network)})" for network, ratio in sparsity_alone().items()]
     note = prose(
-        f"{measured_on(recorded('benchmarks/results/gpu.json'))}; float16, 224 px. *Folded, dense* is the same folded "
-        f"and fused graph with every layer on its fastest dense kernel. At batch 256, sparsity itself makes the "
-        f"same kernels {' and '.join(sparsity)} faster; the rest of the gain is due to the kernels."
+        f"{measured_on(recorded('benchmarks/results/gpu.json'))}; float16, 224 px, over the faster of torch.compile "
+        f"with freezing and the same folded and fused graph on library kernels. At batch 256, sparsity itself makes "
+        f"the same kernels {' and '.join(sparsity)} faster; the rest of the gain is due to the kernels."
     )
-    return f"{table(heads, rows)}\n\n{note}"
+    return f"{table(['', *(f'batch {batch}' for batch in batches)], rows)}\n\n{note}"
 
 
 def sparsity_alone() -> dict[str, float]:
@@ -231,12 +237,12 @@ def gpu() -> str:
     for network, batch in networks_and_batches():
         found = [ms.get((network, batch, system)) for system in systems]
         dense, ours = best_dense(network, batch), ms.get((network, batch, "halve"))
-        ratio = f"{dense / ours:.2f}x" if dense and ours else ""
+        ratio = str(paired(network, batch) or f"{dense / ours:.2f}x") if dense and ours else ""
         rows.append([f"{name_of(network)}, batch {batch}", *("" if t is None else f"{t:.3f}" for t in found), ratio])
     records = recorded("benchmarks/results/gpu.json")
     note = (
         f"{measured_on(records)}; {records[0]['dtype']}, 224 px (`benchmarks/bench_gpu.py`). Systems without a time "
-        "were not part of that run."
+        "were not part of that run. In brackets: the 95 % interval of the ratio, paired by rounds."
     )
     return f"{table(['ms per batch', *systems.values(), 'over the fastest dense'], rows)}\n\n{prose(note)}"
 
@@ -329,7 +335,7 @@ def photos() -> str:
 
 def gpu_layers() -> str:
     """Masked layers on a GPU: microseconds dense, on our kernels with all weights, and with half of them."""
-    records = recorded("benchmarks/results/gpu_layers.json")
+    records = [r for r in recorded("benchmarks/results/gpu_layers.json") if is_main(r["network"])]
     kinds: dict[tuple[str, str], dict[int, list[dict[str, Any]]]] = {}
     names = {(r["network"], r["layer"]): re.sub(r" at \d+( x |$)", r" at\1", r["shape"]) for r in records}
     names = {key: shape.replace(" at x ", " at ").removesuffix(" at") for key, shape in names.items()}

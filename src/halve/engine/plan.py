@@ -16,6 +16,7 @@ from halve.engine.kernels.registry import FALLBACK, family_of
 from halve.engine.layer import Layer
 from halve.engine.timing import measure
 from halve.engine.timing_cache import TimingCache, kernel_id, layer_key
+from halve.engine.turns import turn
 from halve.errors import EngineError
 from halve.markup import table, text
 from halve.outputs import relative_error
@@ -365,7 +366,8 @@ def time_layer(
     if times is None:
         before = list(layer.kernels.values())
         layer.hold([*kernels, FALLBACK, *before])
-        times = {kernel_id(kernel): time for kernel, time in _measured(layer, inputs, kernels, device).items()}
+        with turn(device):  # cuDNN times its algorithms when a shape first runs
+            times = {kernel_id(kernel): time for kernel, time in _measured(layer, inputs, kernels, device).items()}
         layer.hold([*before, FALLBACK])
         cache.put(key, times)
     correct = {ids[described]: time for described, time in times.items() if time != float("inf")}
