@@ -10,9 +10,8 @@ on photos of TEST. WORK keeps masks and ONNX files. Writes experiments/results/f
 
 import argparse
 import copy
-import datetime
 import json
-import statistics
+import time
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -22,11 +21,10 @@ import numpy as np
 import torch
 from PIL import Image
 from torch import Tensor, nn
+from trained import median_ms, stamp
 
 import halve
-from halve.bench.rounds import burst_timer, interleaved
 from halve.errors import EngineWarning
-from halve.machine import device_name
 
 RESULTS = Path(__file__).parent / "results" / "faces.json"
 NETWORKS = ("pnet", "rnet", "onet")  # propose, refine, decide
@@ -128,6 +126,30 @@ def compiled(detector: Any, masks: dict[str, halve.MaskSet], examples: dict[str,
     return result
 
 
+def share_in_networks(detector: Any, batch: Tensor, repetitions: int = 10) -> float:
+    """Share of the time that the networks take; the rest scales and crops photos and chooses boxes."""
+    inside, started = 0.0, 0.0
+
+    def enter(module: nn.Module, inputs: Any) -> None:
+        nonlocal started
+        started = time.perf_counter()
+
+    def leave(module: nn.Module, inputs: Any, outputs: Any) -> None:
+        nonlocal inside
+        inside += time.perf_counter() - started
+
+    networks = [getattr(detector, name) for name in NETWORKS]
+    handles = [network.register_forward_pre_hook(enter) for network in networks]
+    handles += [network.register_forward_hook(leave) for network in networks]
+    began = time.perf_counter()
+    for _ in range(repetitions):
+        detector.detect(batch)
+    total = time.perf_counter() - began
+    for handle in handles:
+        handle.remove()
+    return inside / total
+
+
 def main(arguments: Sequence[str] | None = None) -> None:
     from facenet_pytorch import MTCNN
 
@@ -142,6 +164,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--thresholds", nargs=3, type=float, default=low, help="of candidates to learn from")
     parser.add_argument("--seconds", type=float, default=5.0, help="to time each detector for")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--note", default="", help="what else ran at the same time")
+    parser.set_defaults(device="cpu")
     options = parser.parse_args(arguments)
     options.work.mkdir(parents=True, exist_ok=True)
     detector: Any = MTCNN(keep_all=True).eval()
@@ -150,11 +174,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     seen = seen_by(eager, batches_of(photos(options.train, options.photos)), options.images)
     tests = batches_of(photos(options.test, options.tests))
     judged = seen_by(eager, tests, 2048)
-    stamp = {
-        "hardware": device_name(torch.device("cpu")),
-        "versions": {"halve": halve.__version__, "torch": torch.__version__},
-        "date": datetime.date.today().isoformat(),
-    }
+    facts = stamp(options)
     networks, records = [], []
     masks: dict[str, halve.MaskSet] = {}
     for method in METHODS:
@@ -175,8 +195,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             ).output_error
             for name, own in masks.items()
         }
-        records.append({"method": method, **result.as_json(), "output_errors": errors, **stamp})
+        records.append({"method": method, **result.as_json(), "output_errors": errors, **facts})
         print(method, result, errors, flush=True)
+    last = {"onet": masks["onet"]}  # no mask in the two networks that choose what the last one sees
+    result = halve.evaluate(masked(detector, last), None, tests, dense=detector, forward=found, task="detection")
+    records.append({"method": "last", **result.as_json(), "output_errors": {"onet": errors["onet"]}, **facts})
+    print("last", result, flush=True)
     assert all(torch.equal(tensor, before[name]) for name, tensor in detector.state_dict().items())
     for name, own in masks.items():
         network = getattr(detector, name)
@@ -207,17 +231,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "compiled, dense": lambda: dense.detect(batch),
         "compiled, 2:4": lambda: fast.detect(batch),
     }
-    times, failed = interleaved(calls, burst_timer(torch.device("cpu")), seconds=options.seconds)
-    if failed:
-        raise next(iter(failed.values()))
     measured = {
         "network": "mtcnn",
         "photos": sum(map(len, tests)),
         "size": list(tests[0].shape[1:3]),
         "accuracy": records,
         "networks": networks,
-        "speed": {"batch": 1, "median_ms": {name: round(statistics.median(ms), 2) for name, ms in times.items()}}
-        | stamp,
+        "speed": {
+            "median_ms": median_ms(calls, torch.device("cpu"), options.seconds),
+            "share_in_networks": round(share_in_networks(detector, batch), 3),
+            **facts,
+        },
     }
     options.out.write_text(json.dumps(measured, indent=1) + "\n")
     print(json.dumps(measured["speed"], indent=1))

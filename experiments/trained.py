@@ -3,6 +3,7 @@
 import argparse
 import copy
 import datetime
+import itertools
 import json
 import math
 import statistics
@@ -137,19 +138,24 @@ def timed(
             return model(example)
 
     calls = {"eager": eager, "compiled, dense": lambda: dense(example), "compiled, 2:4": lambda: fast(example)}
-    times, failed = interleaved(calls, burst_timer(device), seconds=options.time_seconds)
-    if failed:
-        raise next(iter(failed.values()))
     sparse = sum(layer.is_2_4 for layer in fast.layers)
     return fast, {
         "batch": len(example),
         "size": options.size,
         "dtype": str(dtype).removeprefix("torch."),
-        "median_ms": {name: round(statistics.median(found), 3) for name, found in times.items()},
+        "median_ms": median_ms(calls, device, options.time_seconds),
         "layers_2_4": sparse,
         "uncompiled": dict(fast.plan.uncompiled),
         **stamp(options),
     }
+
+
+def median_ms(calls: dict[str, Callable[[], Any]], device: torch.device, seconds: float) -> dict[str, float]:
+    """The median time of each call. Raises what one of them raises."""
+    times, failed = interleaved(calls, burst_timer(device), seconds=seconds)
+    if failed:
+        raise next(iter(failed.values()))
+    return {name: round(statistics.median(itertools.chain(*rounds)), 3) for name, rounds in times.items()}
 
 
 def exported(model: nn.Module, masks: halve.MaskSet, example: Any, options: argparse.Namespace) -> dict[str, Any]:
