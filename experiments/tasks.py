@@ -158,6 +158,6 @@ def _networks(found: dict[str, Any]) -> str:
     words += (
         f"Masks gain {faster:.2f}x."
         if faster > 1.05
-        else f"Layers as small as these gain no time: compiled with masks it is {faster:.2f}x as fast as compiled dense."
+        else f"Layers as small as these gain no time: with masks it is {faster:.2f}x as fast as compiled dense."
     )
     return f"{table(heads, rows)}\n\n{prose(words)}"
