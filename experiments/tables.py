@@ -5,15 +5,16 @@ python experiments/tables.py
 
 import re
 import statistics
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import sketches
+import tasks
 from certified import certified_figure
 from figure import figure
 from idea import idea
+from page_text import prose, table
 from plots import accuracy_against_time, cpu_bars, speed_bars
 from records import (
     METHODS,
@@ -72,18 +73,6 @@ CPU_SYSTEMS = {
     "halve": "halve",
 }
 SHOWN_BATCHES = (1, 32, 256)  # of layers
-
-
-def table(heads: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
-    lines = [f"| {' | '.join(cells)} |" for cells in [heads, *rows]]
-    return "\n".join([lines[0], "|" + "---|" * len(heads), *lines[1:]])
-
-
-def prose(text: str) -> str:
-    """A paragraph or list item in lines of readable length."""
-    indent = "  " if text.startswith("- ") else ""
-    return textwrap.fill(text, 130, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
 
 
 def headline() -> str:
@@ -712,6 +701,11 @@ TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
         ("docs/results/speed.md", "loaders", loaders),
         ("docs/results/paper.md", "paper_tables", paper_tables),
         ("docs/results/reuse.md", "reuse", reuse),
+        ("docs/results/tasks.md", "scenes", tasks.scenes),
+        ("docs/results/tasks.md", "detection", tasks.detection),
+        ("docs/results/tasks.md", "segmentation", tasks.segmentation),
+        ("docs/results/tasks.md", "faces", tasks.faces),
+        ("docs/tutorials/faces.md", "faces_tutorial", tasks.faces_table),
         ("docs/how/certificates.md", "certify_flips", certify_flips),
         ("docs/how/certificates.md", "certify_proofs", certify_proofs),
         ("docs/how/certificates.md", "certify_lemmas", certify_lemmas),

@@ -15,6 +15,7 @@ from torch.fx import GraphModule
 from halve.batches import Images, Progress
 from halve.cuda_graphs import autotuned_cudnn
 from halve.engine.capture.guards import Guards
+from halve.engine.capture.partial import around_parts
 from halve.engine.inductor import MAX_SECONDS, Bodies, Choice, by_default, choose, compile_body, unavailable
 from halve.engine.join import (
     Join,
@@ -71,6 +72,7 @@ class Compiled(nn.Module):
         self.example = tuple(_one_image(x) for x in example)
         self.device = first[0].device  # not that of the weights: a graph may have constants on other devices
         self._takes_lists = any(isinstance(x, list) for x in example)  # of images of any sizes
+        self._around = around_parts(dtype)  # what the code between the parts of such a network computes in
         self.inductor = by_default(self.device) if inductor is None else inductor
         self._bodies = Bodies()  # with layers joined, or compiled by Inductor
         self._eager = False
@@ -135,7 +137,7 @@ class Compiled(nn.Module):
                 if type(outputs) is Tensor
                 else pytree.tree_map_only(Tensor, _without_gaps, outputs)
             )
-        if self.output_dtype == self.dtype:
+        if self.output_dtype == (self._around if self._takes_lists else self.dtype):
             return outputs
         return pytree.tree_map_only(Tensor, self._cast_output, outputs)
 
@@ -156,7 +158,9 @@ class Compiled(nn.Module):
     def cast_input(self, x: Any, planar: bool = False) -> Any:
         """An input in the dtype and memory format that the layers compute in."""
         if isinstance(x, tuple | list):
-            return [self.cast_input(image.clone()) for image in x]  # the network's own code may write to them
+            floating = all(image.is_floating_point() for image in x)
+            dtype = self._around if floating else None
+            return [image.to(dtype=dtype, copy=True) for image in x]  # the network's own code may write to them
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
         if x.dim() != 4 or not self._has_layers or planar or x.is_cpu:  # CPU kernels read pixels of a channel in a row
@@ -164,7 +168,7 @@ class Compiled(nn.Module):
         return x.to(self.dtype, memory_format=_NHWC)
 
     def _cast_output(self, y: Tensor) -> Tensor:
-        return y.to(self.output_dtype) if y.dtype == self.dtype else y
+        return y.to(self.output_dtype) if y.dtype in (self.dtype, self._around) else y
 
     def _check(self, inputs: tuple[Any, ...]) -> None:
         if len(inputs) != len(self.input_dtypes):
