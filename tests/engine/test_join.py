@@ -108,6 +108,7 @@ def kernel(monkeypatch, tmp_path):
     monkeypatch.setattr(JoinedSparse, "unavailable", lambda self, device, dtype: None)
     monkeypatch.setattr(JoinedSparse, "variants", lambda self, piece, device: _variants(self, piece, device)[:1])
     monkeypatch.setattr(JoinedSparse, "fits", lambda self, inputs, operation, variant: True)
+    monkeypatch.setattr(JoinedSparse, "promising", lambda self, inputs, operation, variants: variants)
     monkeypatch.setattr(Chained, "unavailable", lambda self, device, dtype: None)
     monkeypatch.setattr(Chained, "fits", lambda self, inputs, operation, variant: True)
     monkeypatch.setitem(registry.FAMILIES, Slow.name, Slow())

@@ -159,3 +159,20 @@ def test_planning_keeps_only_the_packed_tensors_of_the_chosen_kernels(everywhere
     [entry] = decide([fc], lambda: fc(torch.ones(2, 8)), TimingCache(None), CPU)
     assert fc.held == [kernel.family for kernel in fc.kernels.values()]
     assert entry.kernel == str(fc.kernel_for(2))
+
+
+def test_only_variants_that_a_family_finds_promising_are_timed(everywhere, monkeypatch):
+    sparse = type(FAMILIES["mma_sp"])
+    monkeypatch.setattr(sparse, "variants", lambda self, piece, device: ["64x64", "32x32k8", "64x32k4"])
+    cache, one, x = TimingCache(None), layer(), torch.randn(3, 8)
+    timed = time_layers([one], lambda: one(x), cache, CPU)[0].times
+    assert {kernel.variant for kernel in timed if kernel.family == "mma_sp"} == {"64x64", "32x32k8", "64x32k4"}
+    rounds = len(everywhere)
+    monkeypatch.setattr(sparse, "promising", lambda self, inputs, operation, variants: variants[1:])
+    fewer = time_layers([one], lambda: one(x), cache, CPU)[0].times
+    assert {kernel.variant for kernel in fewer if kernel.family == "mma_sp"} == {"32x32k8", "64x32k4"}
+    assert len(everywhere) == rounds  # known from before
+    time_layers([one], lambda: one(x), fresh := TimingCache(None), CPU)
+    assert not any("mma_sp 64x64" in name for name in everywhere[-1])
+    monkeypatch.undo()
+    assert fresh.known.keys() == cache.known.keys()

@@ -1,4 +1,4 @@
-"""Time every kernel that can run a layer, choose the fastest, and say why."""
+"""Time the kernels that may be the fastest for a layer, choose the fastest, and say why."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from halve.batches import Progress, tracked
-from halve.engine.kernels.kernel import Kernel, Layout
+from halve.engine.kernels.kernel import Kernel, KernelFamily, Layout
 from halve.engine.kernels.registry import FALLBACK, family_of
 from halve.engine.layer import Layer
 from halve.engine.timing import measure
@@ -354,11 +354,19 @@ def compile_all(jobs: Jobs) -> None:
 def _candidates(
     layer: Layer, device: torch.device, sparse: bool, inputs: Sequence[Tensor] | None = None
 ) -> list[Kernel]:
-    """The kernels to time: those that can run the layer, and fit these inputs."""
+    """The kernels to time: those that can run the layer, fit these inputs, and may be the fastest of their family."""
     found = [kernel for kernel in layer.available_kernels(device) if sparse or family_of(kernel).library]
     if inputs is None:
         return found
-    return [kernel for kernel in found if family_of(kernel).fits(inputs, layer.operation, kernel.variant)]
+    fitting: dict[KernelFamily, list[str]] = {}
+    for kernel in found:
+        if (family := family_of(kernel)).fits(inputs, layer.operation, kernel.variant):
+            fitting.setdefault(family, []).append(kernel.variant)
+    return [
+        Kernel(family.name, variant)
+        for family, variants in fitting.items()
+        for variant in family.promising(inputs, layer.operation, variants)
+    ]
 
 
 def time_layer(

@@ -168,6 +168,10 @@ class KernelFamily(ABC):
         """Whether the variant supports inputs of these shapes. If not, `run` computes the result in another way."""
         return True
 
+    def promising(self, inputs: Sequence[Tensor], operation: Operation, variants: Sequence[str]) -> Sequence[str]:
+        """Those of the variants, which all fit these inputs, that may be the fastest. Only these are timed."""
+        return variants
+
     def compilation(self, inputs: Sequence[Tensor], operation: Operation, variant: str) -> partial[Any] | None:
         """A call that compiles what the variant needs for these inputs, possibly in another thread; None if nothing."""
         return None

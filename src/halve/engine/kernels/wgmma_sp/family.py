@@ -46,13 +46,14 @@ class _Wgmma(ConvolutionFamily):
         return {"blocks": packed_shape(convolution, self.sparse)}
 
     def fits(self, inputs: Sequence[Tensor], operation: Operation, variant: str) -> bool:
-        return (
-            self._tiling([as_image(x) if isinstance(operation, Linear) else x for x in inputs], operation, variant)
-            is not None
-        )
+        return self._tiling(_images(inputs, operation), operation, variant) is not None
+
+    def promising(self, inputs: Sequence[Tensor], operation: Operation, variants: Sequence[str]) -> Sequence[str]:
+        images, convolution = _images(inputs, operation), as_convolution(operation)
+        return launch.worth_timing(images[0], convolution, variants, sparse=self.sparse, residual=len(images) > 1)
 
     def compilation(self, inputs: Sequence[Tensor], operation: Operation, variant: str) -> partial[Any] | None:
-        images = [as_image(x) if isinstance(operation, Linear) else x for x in inputs]
+        images = _images(inputs, operation)
         plan, convolution = self._tiling(images, operation, variant), as_convolution(operation)
         if plan is None:
             return None
@@ -71,6 +72,10 @@ class _Wgmma(ConvolutionFamily):
             return self.reference(inputs, packed, convolution)
         operands = launch.Operands(inputs[0], packed["blocks"], packed.get("bias"), packed.get("scale"), residual)
         return launch.run(operands, convolution, plan, self.sparse)
+
+
+def _images(inputs: Sequence[Tensor], operation: Operation) -> list[Tensor]:
+    return [as_image(x) if isinstance(operation, Linear) else x for x in inputs]
 
 
 class WgmmaSparse(_Wgmma):

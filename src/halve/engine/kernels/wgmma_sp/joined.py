@@ -59,6 +59,12 @@ class _Joined(TwoLayerFamily):
     def fits(self, inputs: Sequence[Tensor], operation: Operation, variant: str) -> bool:
         return self._tiling(inputs, _joined(operation), variant) is not None
 
+    def promising(self, inputs: Sequence[Tensor], operation: Operation, variants: Sequence[str]) -> Sequence[str]:
+        joined = _joined(operation)
+        return launch.worth_timing(
+            inputs[0], joined.convolution, variants, sparse=self.sparse, shortcut=_shortcut(joined)
+        )
+
     def compilation(self, inputs: Sequence[Tensor], operation: Operation, variant: str) -> partial[Any] | None:
         joined, x = _joined(operation), inputs[0]
         plan = self._tiling(inputs, joined, variant)

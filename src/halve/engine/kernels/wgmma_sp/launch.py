@@ -3,6 +3,7 @@
 import ctypes
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -12,6 +13,7 @@ from halve.engine.kernels.cuda import driver, jit
 from halve.engine.kernels.cuda.tensor_map import TensorMap, tensor_map
 from halve.engine.kernels.cuda.wgmma import multiply_source
 from halve.engine.kernels.wgmma_sp.packing import SIDE
+from halve.engine.kernels.wgmma_sp.promising import Problem, promising
 from halve.engine.kernels.wgmma_sp.tiling import MAX_TAPS, TILES, Shortcut, Tiling, tiling
 from halve.engine.operations import Convolution
 
@@ -122,6 +124,22 @@ def fitting(
     size = (x.shape[0], x.shape[2], x.shape[3])
     processors = driver.processors(x.device.index)
     return _fitting(convolution, size, tile, sparse, residual, processors, shortcut, next_rows)
+
+
+def worth_timing(
+    x: Tensor,
+    convolution: Convolution,
+    tiles: Sequence[str],
+    *,
+    sparse: bool,
+    residual: bool = False,
+    shortcut: Shortcut | None = None,
+) -> list[str]:
+    """Those of the tiles that may be the fastest for an input. Arguments are those of `fitting`."""
+    found = {tile: fitting(x, convolution, tile, sparse=sparse, residual=residual, shortcut=shortcut) for tile in tiles}
+    size = (x.shape[0], x.shape[2], x.shape[3])
+    problem = Problem(convolution, size, sparse, residual, driver.processors(x.device.index), shortcut)
+    return promising({tile: plan for tile, plan in found.items() if plan is not None}, problem)
 
 
 @functools.lru_cache(4096)

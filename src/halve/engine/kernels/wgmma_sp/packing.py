@@ -24,6 +24,7 @@ from halve.errors import EngineError
 SIDE = 64  # rows and channels of a block
 _METADATA = 256  # 16-bit elements in the metadata of a block
 _VALUES = {True: SIDE * SIDE // 2, False: SIDE * SIDE}
+BLOCK_BYTES = {True: 2 * (_VALUES[True] + _METADATA), False: 2 * _VALUES[False]}  # 2:4 or dense
 
 
 def taps(convolution: Convolution) -> list[tuple[int, int]]:
@@ -46,7 +47,7 @@ def packed_shape(convolution: Convolution, sparse: bool) -> tuple[int, int, int,
     ((2, 1, 9, 2304), (1, 2, 1, 4096))
     """
     rows, channels = -(-convolution.rows // SIDE), -(-convolution.channels // SIDE)
-    return rows, channels, math.prod(convolution.kernel), _VALUES[sparse] + (_METADATA if sparse else 0)
+    return rows, channels, math.prod(convolution.kernel), BLOCK_BYTES[sparse] // 2
 
 
 def pack(weight: Tensor, convolution: Convolution) -> Tensor:

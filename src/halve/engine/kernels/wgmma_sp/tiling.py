@@ -5,7 +5,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from halve.engine.kernels.wgmma_sp.packing import SIDE, taps
+from halve.engine.kernels.wgmma_sp.packing import BLOCK_BYTES, SIDE, taps
 from halve.engine.operations import Convolution
 
 SHARED_BYTES = 227 * 1024  # of a thread block on compute capability 9.0
@@ -220,8 +220,7 @@ def _fit(
         finished = -(-split.pixels // 8 // tile.split)  # groups of 8 pixels that a block finishes
         stage_bytes = max(stage_bytes, tile.split * finished * 8 * _PIXEL_BYTES // parts)
         exchanged = (tile.split - 1) * 2 * finished * 8 * SIDE * 4
-    block_bytes = 4608 if sparse else 8192
-    weight_bytes = tile.blocks * block_bytes
+    weight_bytes = tile.blocks * BLOCK_BYTES[sparse]
     next_blocks = next_rows // SIDE
     next_stored, next_weight_bytes = 2 * next_blocks * stage_bytes, next_blocks * weight_bytes
     available = _HALF_SHARED_BYTES if tile.light else SHARED_BYTES
