@@ -332,6 +332,21 @@ def photos() -> str:
     return f"{table([f'changed predictions of {count:,}', *dtypes], rows)}\n\n{note}"
 
 
+def conv3x3() -> str:
+    """3x3 layers on a GPU: microseconds of our kernel with half of the weights and with all, and of cuDNN."""
+    records, rows = recorded("benchmarks/results/conv3x3.json"), []
+    for record in records:
+        ms = record["median_ms"]
+        kinds = ("wgmma_sp ", "wgmma ", "cudnn")
+        ours, dense, cudnn = (min(time for name, time in ms.items() if name.startswith(kind)) for kind in kinds)
+        cells = [f"{1e3 * time:.1f}" for time in (cudnn, dense, ours)]
+        rows.append(
+            [f"{record['layer']} px, batch {record['batch']}", *cells, f"{cudnn / ours:.2f}x", f"{dense / ours:.2f}x"]
+        )
+    heads = ["microseconds", "cuDNN", "our kernel, all weights", "2:4", "over cuDNN", "over all weights"]
+    return f"{table(heads, rows)}\n\n{measured_on(records)} (`benchmarks/bench_3x3.py`); float16, with bias and ReLU."
+
+
 def gpu_layers() -> str:
     """Masked layers on a GPU: microseconds dense, on our kernels with all weights, and with half of them."""
     records = [r for r in recorded("benchmarks/results/gpu_layers.json") if is_main(r["network"])]
@@ -696,6 +711,7 @@ TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
         ("docs/results/speed.md", "cpu", cpu),
         ("docs/results/speed.md", "speed_notes", speed_notes),
         ("docs/results/speed.md", "gpu_layers", gpu_layers),
+        ("docs/results/speed.md", "conv3x3", conv3x3),
         ("docs/results/speed.md", "pool", pool),
         ("docs/results/speed.md", "photos", photos),
         ("docs/results/speed.md", "loaders", loaders),
