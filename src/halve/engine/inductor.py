@@ -291,17 +291,22 @@ def compile_body(
 
 
 def _generated_modules() -> dict[int, ModuleType]:
-    """The modules that Inductor has generated and holds, by their id. Frozen weights are their attributes."""
+    """The modules that Inductor has generated and holds, by their id. Frozen weights are their attributes.
+
+    Other versions of PyTorch may hold them elsewhere: none are found then, and none forgotten.
+    """
     from torch._inductor.codecache import PyCodeCache
 
     shared = {id(module) for module in getattr(PyCodeCache, "modules_no_attr", {}).values()}
-    return {id(module): module for module in PyCodeCache.modules if id(module) not in shared}
+    return {id(module): module for module in getattr(PyCodeCache, "modules", []) if id(module) not in shared}
 
 
 def _forget(modules: Sequence[ModuleType]) -> None:
     """Make Inductor forget modules of a network that is gone, as it would hold their weights forever."""
     from torch._inductor.codecache import PyCodeCache
 
+    if not modules:
+        return
     gone = {id(module) for module in modules}
     PyCodeCache.modules[:] = [module for module in PyCodeCache.modules if id(module) not in gone]
     for module in modules:
