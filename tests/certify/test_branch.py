@@ -19,6 +19,9 @@ from halve.certify.rounding import Interval, around
 from halve.errors import OptionError
 from tests.tiny import convnet
 
+NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])]
+
 
 def float64(values):
     return torch.tensor(values, dtype=torch.float64)
@@ -142,9 +145,10 @@ def test_overflowing_parts_prove_nothing():
     assert Branching(wide.network, parts.box, {}, known, parts.row).lower(20) == -math.inf
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("seed", [0, 3, 9])
-def test_convolutions_and_residual_sums_are_divided_soundly(seed):
-    model, x = network(seed), image(seed)[None]
+def test_convolutions_and_residual_sums_are_divided_soundly(seed, device):
+    model, x = network(seed).to(device), image(seed)[None].to(device)
     label, box = int(model(x).argmax()), around(x, torch.full_like(x, 0.1))
     [found] = proven_margins(network_of(model, x), box, {}, [label], True, branches=24)
     assert found.bound <= attack_input(model, box, label)
