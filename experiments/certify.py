@@ -31,7 +31,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import halve
-from halve.certify.attack import attack_input, attack_weights, margin_of
+from halve.certify.attack import attack_agreement, attack_input, attack_weights, margin_of
 from halve.certify.changes import WeightBox
 from halve.certify.crown import Bounds, OutOfTime
 from halve.certify.digests import digest_of_bounds, digest_of_masks
@@ -41,7 +41,7 @@ from halve.certify.network import Network, network_of
 from halve.certify.operators import Layer, Linear
 from halve.certify.proofs import at_once
 from halve.certify.region import box
-from halve.certify.reuse import chosen, largest, weight_units
+from halve.certify.reuse import PRECISION, chosen, largest, weight_units
 from halve.certify.rounding import Interval
 from halve.masks.storage import write_atomically
 from halve.sources.data import IMAGENET_MEAN, IMAGENET_STD, Preprocessing, load_data
@@ -81,6 +81,7 @@ RUNS = {
         f"{name}_lemma_4": Run(name, "lemma 4", None, 10, None, "norms")
         for name in ("digits", "cifar_resnet20", "resnet50_v1")
     },
+    "digits_agreement": Run("digits", "agreement", None, 50, None, "attack"),
     "resnet20_flips": Run("cifar_resnet20", "flips", None, 10_000, None, "exact binomial"),
     "resnet50_flips": Run("resnet50_v1", "flips", None, 500, None, "exact binomial"),
 }
@@ -318,12 +319,29 @@ def lemma_4(prover: Prover, image: Tensor) -> dict[str, Any]:
     return {"agree": True, "bound": change[-1], "margin": margin}
 
 
+def agreement(prover: Prover, image: Tensor) -> dict[str, Any]:
+    """The largest update for which an attack flips neither network, and whether they differ after one just above it."""
+    masked, dense = prover.models["masked"], prover.models["dense"]
+    if int(masked(image[None]).argmax()) != int(dense(image[None]).argmax()):
+        return {"agree": False}
+
+    def attacked(u: float) -> tuple[bool, bool]:
+        radii = {name: u * unit for name, unit in prover.units["dense"].items()}
+        return attack_agreement(masked, dense, image, radii, prover.subject.masks)
+
+    [kept] = largest(lambda which, sizes: [not attacked(u)[0] for u in sizes], [1e-2])
+    return {"agree": True, "radius": kept, "differ": attacked(kept * (1 + PRECISION))[1]}
+
+
 def summary(run: Run, found: list[dict[str, Any]]) -> dict[str, Any]:
     """What is published of a run."""
     agree = [one for one in found if one["agree"]]
     if run.statement == "lemma 4":
         middle = {key: statistics.median(one[key] for one in agree) for key in ("bound", "margin")}
         return {"n": len(agree), "median_bound": middle["bound"], "median_margin": middle["margin"]}
+    if run.statement == "agreement":
+        radius = statistics.median(one["radius"] for one in agree)
+        return {"n": len(agree), "median_attack_radius": radius, "differ": sum(one["differ"] for one in agree)}
     times = [one["seconds"] for one in agree]
     result: dict[str, Any] = {"n": len(agree), "disagree": len(found) - len(agree)}
     if not agree:
@@ -395,8 +413,8 @@ class Task:
         images = prover.subject.images[list(self.images)].double().to(self.device)
         if self.attacked is not None:
             return [self.attacked | prover.attack(images[0], self.attacked)]
-        lemma = prover.run.statement == "lemma 4"
-        found = [lemma_4(prover, image) for image in images] if lemma else prover.prove(images)
+        alone = {"lemma 4": lemma_4, "agreement": agreement}.get(prover.run.statement)
+        found = prover.prove(images) if alone is None else [alone(prover, image) for image in images]
         return [{"index": index} | outcome for index, outcome in zip(self.images, found, strict=True)]
 
 

@@ -113,6 +113,28 @@ def test_any_multipliers_are_sound():
                 assert float(bounds.lower(parts.row, choices=Choices({}, wild))) <= least
 
 
+class Twice(nn.Module):
+    """Two ReLUs that read the same value."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.one, self.other = nn.Linear(4, 6), nn.Linear(6, 3), nn.Linear(6, 3)
+
+    def forward(self, x):
+        y = self.first(x)
+        return self.one(y.relu()) - self.other(y.relu())
+
+
+def test_two_relus_may_read_the_same_value():
+    torch.manual_seed(0)
+    model, x = Twice().double().requires_grad_(False), image(0)[:1, 0, :4].double()
+    parts, bounds = branching(model, x, 3.0)
+    points = torch.rand(4000, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    least = float((model(x + 3 * (2 * points - 1)) @ parts.row[0]).min())
+    slopes = float(bounds.optimised(parts.row, -1, None, 12, 0.1))
+    assert slopes + 0.05 < parts.lower(60) <= least
+
+
 def test_networks_without_relu_have_no_parts():
     model, x = perceptron(0, nn.GELU), image(0)[:1, 0, :4].double()
     parts, bounds = branching(model, x, 3.0)

@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 import halve
-from halve.certify.attack import attack_input, attack_weights
+from halve.certify.attack import attack_agreement, attack_input, attack_weights
 from halve.certify.region import box
 from halve.certify.reuse import largest, weight_units
 from halve.errors import CertificateError, DataError, ModelError, OptionError
@@ -216,3 +216,17 @@ def test_updated_networks_agree_exactly_as_long_as_both_keep_the_class(seed):
     classes = [int((row @ (updated * mask).T + dense.bias).argmax()) for mask in (kept, ones)]
     assert sorted(classes) != [label, label]
     assert label in classes
+
+
+def test_an_attack_makes_networks_differ_just_above_what_flips_neither(model, masks, pictures):
+    networks, x = (masked_double(model, masks), convnet().double().eval()), pictures[0].double()
+    units = weight_units(model, masks, True)["dense"]
+
+    def attacked(u):
+        return attack_agreement(*networks, x, {name: u * unit for name, unit in units.items()}, masks)
+
+    [radius] = largest(lambda which, sizes: [not attacked(u)[0] for u in sizes], [1e-2])
+    assert attacked(radius) == (False, False)
+    assert attacked(1.05 * radius) == (True, True)
+    proven = halve.certify(model, masks, pictures[:1], reuse="radius", also_dense=True).result["median_radius"]
+    assert 0 < proven <= radius

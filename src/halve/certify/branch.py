@@ -88,8 +88,9 @@ class Branching:
         for index, part in enumerate(parts):
             for place, at, sign in part.splits:
                 if place not in splits:
-                    splits[place] = self.row.new_zeros(count, *self.known[place].low.shape[1:])
+                    splits[place] = torch.zeros(count, *self.known[place].low.shape[1:], dtype=torch.float64)
                 splits[place].view(count, -1)[index, at] = sign
+        splits = {place: sign.to(device) for place, sign in splits.items()}
         changes = {name: change.only(first) for name, change in self.changes.items()}
         known = [Interval(x.low[first], x.high[first]) for x in self.known]
         box = Interval(self.box.low[first], self.box.high[first])
@@ -144,7 +145,8 @@ class Branching:
             seen: dict[int, Tensor] = {}
             choices = self._choices(bounds, owners, parts)
             bounds.lower(self.row.expand(len(parts), -1), -1, owners, choices, seen)
-        scores, places = [], []
+        scores: list[Tensor] = []
+        nodes: list[tuple[int, int]] = []
         for at, rows in seen.items():
             [source] = self.network.nodes[at].inputs
             x, operator = bounds.values[source], self.network.nodes[at].operator
@@ -152,14 +154,27 @@ class Branching:
             gap = -x.low * x.high / (x.high - x.low).clamp(min=1e-300)
             cost = torch.where(operator.open(x), rows.abs() * gap * torch.where(rows < 0, 1.0, 0.5), 0.0)
             scores.append(cost.flatten(1))
-            places += [(source, i) for i in range(cost[0].numel())]
+            nodes.append((source, cost[0].numel()))
         if not scores:
             return [[] for _ in parts]
-        values, order = torch.cat(scores, 1).topk(min(_TRIED, len(places)), 1)
+        values, order = torch.cat(scores, 1).topk(min(_TRIED, sum(size for _, size in nodes)), 1)
         return [
-            [places[i] for value, i in zip(some, at, strict=True) if value > 0]
+            [_place(nodes, i) for value, i in zip(some, at, strict=True) if value > 0]
             for some, at in zip(values.tolist(), order.tolist(), strict=True)
         ]
+
+
+def _place(nodes: Sequence[tuple[int, int]], index: int) -> tuple[int, int]:
+    """The node of a value and its place there, in a list of all values of nodes, given with their sizes.
+
+    >>> _place([(7, 3), (5, 10)], 2), _place([(7, 3), (5, 10)], 3)
+    ((7, 2), (5, 0))
+    """
+    for node, size in nodes:
+        if index < size:
+            return node, index
+        index -= size
+    raise IndexError(index)
 
 
 def _half(part: Part, where: tuple[int, int], sign: float) -> Part:
