@@ -218,7 +218,7 @@ def _bounds(
         found["optimised"] = tight.margins([label], optimise=True)[0]
         inside = Bounds(captured, box, changes, steps=2, known=tight.values)
         found["optimised inside"] = inside.margins([label], optimise=True)[0]
-    if rng.random() < (0.25 if found["CROWN"] <= 0 else 0.03):  # also several images at once, each with its own changes
+    if rng.random() < (0.1 if found["CROWN"] <= 0 else 0.02):  # also several images at once, each with its own changes
         twice = torch.tensor([0, 0], device=box.low.device)
         two = Interval(box.low[twice], box.high[twice])
         scale = torch.tensor([1.0, 0.5], dtype=torch.float64, device=box.low.device)
