@@ -1,18 +1,27 @@
 """Networks on a GPU: halve compared with eager, torch.compile, best dense, PyTorch's own 2:4, and our dense kernels.
 
     python benchmarks/bench_gpu.py [--networks resnet18 resnet50] [--batches 1 8 32 256] [--compile-batches 1 256]
-                                   [--systems ...] [--size 224] [--dtype float16] [--seconds 0.3]
+                                   [--systems ...] [--size 224] [--dtype float16] [--seconds 0.3] [--processes 1]
 
 Weights are random, masked by magnitude: the speed does not depend on which weights are kept. Systems are timed in
-interleaved rounds. torch.compile is slow to compile and only measured at --compile-batches. Writes
+interleaved rounds. torch.compile is slow to compile and only measured at --compile-batches. With --processes, so many
+pairs of a network and a batch size are prepared side by side, each in its own process, and timed one after the other
+when all are prepared; processes take turns while they plan. Writes
 benchmarks/results/gpu.json (one record per measurement) and gpu_layers.json (one per layer of each plan). Records of
 other networks, dtypes and batch sizes are kept. Does nothing without a GPU. Needs torch, torchvision, numpy and
 safetensors.
 """
 
 import argparse
+import fcntl
+import itertools
 import json
+import os
+import subprocess
+import sys
+import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -22,12 +31,15 @@ import halve
 from halve.bench.bench import Measurement
 from halve.bench.records import layer_records, records
 from halve.bench.systems import SYSTEMS
+from halve.masks.storage import write_atomically
 
 RESULTS = Path(__file__).parent / "results"
 COMPILED = ("compile", "compile_freezing")
 
 
-def measured(network: str, options: argparse.Namespace) -> list[Measurement]:
+def measured(
+    network: str, options: argparse.Namespace, before_timing: Callable[[], object] | None
+) -> list[Measurement]:
     """Measure one network, first the batch sizes with torch.compile, then the others."""
     torch.manual_seed(0)
     model = torchvision.models.get_model(network, weights=None).cuda().eval()
@@ -47,6 +59,7 @@ def measured(network: str, options: argparse.Namespace) -> list[Measurement]:
                 dtype=getattr(torch, options.dtype),
                 systems=systems,
                 seconds=options.seconds,
+                before_timing=before_timing,
             )
     return sorted(found, key=lambda one: one.batch)
 
@@ -83,7 +96,41 @@ def write(path: Path, found: list[dict[str, object]]) -> None:
     records = [record for record in read(path) if key(record) not in measured] + found
     for place, descending in ((2, False), (1, True), (0, False)):  # by network, float32 first, batch size
         records.sort(key=lambda record, place=place: key(record)[place], reverse=descending)
-    path.write_text(json.dumps(records, indent=1) + "\n")
+    write_atomically(path, (json.dumps(records, indent=1) + "\n").encode())
+
+
+def side_by_side(options: argparse.Namespace) -> None:
+    """Measure each network at each batch size in a process of its own, `options.processes` at a time.
+
+    All of them share a lock on a file while they prepare, and each needs it alone to time.
+    """
+    pairs = list(itertools.product(options.networks, options.batches))
+    with tempfile.TemporaryDirectory() as folder:
+        lock = Path(folder) / "lock"
+        for at in range(0, len(pairs), options.processes):
+            wave = pairs[at : at + options.processes]
+            started, running = time.perf_counter(), []
+            for network, batch in wave:
+                shared = os.open(lock, os.O_RDWR | os.O_CREAT)
+                fcntl.flock(shared, fcntl.LOCK_SH)
+                part = Path(folder) / f"{network}-{batch}"
+                command = [sys.executable, __file__, "--networks", network, "--batches", str(batch)]
+                command += ["--compile-batches", *([str(batch)] if batch in options.compile_batches else [])]
+                command += ["--systems", *options.systems, "--size", str(options.size), "--dtype", options.dtype]
+                command += ["--seconds", str(options.seconds), "--lock", str(shared)]
+                command += ["--out", f"{part}.json", "--layers-out", f"{part}-layers.json"]
+                running.append((subprocess.Popen(command, pass_fds=[shared]), part))
+                os.close(shared)  # the process has it
+            while running:  # what is measured is kept even if the rest does not end
+                time.sleep(0.2)
+                for process, part in [one for one in running if one[0].poll() is not None]:
+                    running.remove((process, part))
+                    if process.returncode:
+                        print(f"{part.name}: failed with exit status {process.returncode}", flush=True)
+                        continue
+                    write(options.out, read(Path(f"{part}.json")))
+                    write(options.layers_out, read(Path(f"{part}-layers.json")))
+            print(f"{len(wave)} pairs: {time.perf_counter() - started:.0f} s", flush=True)
 
 
 def main() -> None:
@@ -95,6 +142,8 @@ def main() -> None:
     parser.add_argument("--size", type=int, default=224)
     parser.add_argument("--dtype", choices=["float16", "bfloat16", "float32"], default="float16")
     parser.add_argument("--seconds", type=float, default=0.3, help="per system and batch size")
+    parser.add_argument("--processes", type=int, default=1, help="networks and batch sizes prepared side by side")
+    parser.add_argument("--lock", type=int, help=argparse.SUPPRESS)  # a file that other processes lock, too
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu.json")
     parser.add_argument("--layers-out", type=Path, default=RESULTS / "gpu_layers.json")
     options = parser.parse_args()
@@ -103,10 +152,14 @@ def main() -> None:
         return
     for path in (options.out, options.layers_out):
         read(path)  # fail now rather than after minutes
+    if options.processes > 1:
+        side_by_side(options)
+        return
     device = torch.device("cuda", torch.cuda.current_device())
+    alone = None if options.lock is None else lambda: fcntl.flock(options.lock, fcntl.LOCK_EX)
     for network in options.networks:
         started = time.perf_counter()
-        found = measured(network, options)
+        found = measured(network, options, alone)
         show(network, found, time.perf_counter() - started)
         for path, kind in ((options.out, records), (options.layers_out, layer_records)):
             write(path, kind(found, network, getattr(torch, options.dtype), device))

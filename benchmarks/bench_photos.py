@@ -20,8 +20,9 @@ from torch import Tensor
 
 import halve
 from halve.engine.compiled import Compiled
-from halve.sources.data import Preprocessing, load_data
+from halve.sources.data import load_data
 from halve.sources.models import load_model
+from halve.sources.preprocessing import Preprocessing
 
 RESULTS = Path(__file__).parent / "results" / "photos.json"
 BATCH = 50

@@ -13,9 +13,12 @@ import argparse
 import copy
 import dataclasses
 import datetime
+import fcntl
+import hashlib
 import json
+import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,14 +31,22 @@ from torch import Tensor, nn
 import halve
 from halve.learn.settings import Settings
 from halve.machine import device_name
-from halve.sources.data import IMAGENET_MEAN, IMAGENET_STD
+from halve.select.speed_plan import SpeedPlan, load_plan
 from halve.sources.models import load_model
+from halve.sources.preprocessing import IMAGENET_MEAN, IMAGENET_STD
 
 RESULTS = Path(__file__).parent / "results" / "accuracy.json"
 LEARNING = tuple(field.name for field in dataclasses.fields(Settings))
 SETTINGS = ("steps_done", "step_graph", "preset", *LEARNING, "selection", "permute")  # recipe entries to record
 PRESETS = {"paper": "paper", "paper_tuned": "paper-tuned"}
-LEARNED = {"halve": {}, "halve_recalibrated": {}, "halve_norms": {"norms": "learn"}, "halve_plan": {}}
+PLANNED = ("halve_plan", "halve_plan_norms")
+LEARNED = {
+    "halve": {},
+    "halve_recalibrated": {},
+    "halve_norms": {"norms": "learn"},
+    "halve_plan": {},
+    "halve_plan_norms": {"norms": "learn"},
+}
 METHODS = ("dense", "magnitude", "magnitude_permuted", *PRESETS, *LEARNED)
 
 
@@ -103,15 +114,28 @@ def decoded(file: Path, size: int | None) -> np.ndarray:
 
 
 def load(assets: Path, folders: tuple[str, ...], size: int | None, network: Network, device: str) -> Pictures:
-    """Load all images of some class folders; labels are the network's outputs."""
+    """Load all images of some class folders; labels are the network's outputs.
+
+    Images of a given size are decoded once: several processes, and later ones, read them from ASSETS/decoded.
+    """
     files = sorted(file for folder in folders for file in (assets / folder).glob("*/*") if file.is_file())
     wnids = (assets / "imagenet_wnids.txt").read_text().split()
     names = wnids if files[0].parent.name in wnids else sorted({file.parent.name for file in files})
     classes = {name: index for index, name in enumerate(names)}
-    with ProcessPoolExecutor() as pool:
-        pixels = list(pool.map(decoded, files, [size] * len(files), chunksize=256))
     labels = torch.tensor([classes[file.parent.name] for file in files])
-    return Pictures(torch.from_numpy(np.stack(pixels)).permute(0, 3, 1, 2).to(device), labels.to(device), network)
+    known = "\n".join(f"{file.relative_to(assets)} {file.stat().st_size}" for file in files)
+    kept = assets / "decoded" / f"{hashlib.sha256(known.encode()).hexdigest()[:16]}.{size}.npy"
+    if size is not None and kept.exists():
+        pixels = np.load(kept)
+    else:
+        with ProcessPoolExecutor() as pool:
+            pixels = np.stack(list(pool.map(decoded, files, [size] * len(files), chunksize=256)))
+        if size is not None:
+            kept.parent.mkdir(exist_ok=True)
+            unfinished = kept.with_suffix(f".{os.getpid()}.npy")
+            np.save(unfinished, pixels)
+            unfinished.replace(kept)
+    return Pictures(torch.from_numpy(pixels).permute(0, 3, 1, 2).to(device), labels.to(device), network)
 
 
 def held_out(pictures: Pictures) -> Tensor:
@@ -143,6 +167,13 @@ def masked_share(model: nn.Module, masks: halve.MaskSet) -> float:
     return masks.weights / sum(weights)
 
 
+def planned(plan: SpeedPlan | None, masks: halve.MaskSet) -> dict[str, Any]:
+    """The plan that masks were learned for, and its milliseconds: with these masks, dense, and with every mask."""
+    if plan is None:
+        return {}
+    return {"plan": plan.description, "ms": plan.ms(masks), "dense_ms": plan.dense_ms, "sparse_ms": plan.sparse_ms}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("assets", type=Path)
@@ -151,16 +182,20 @@ def main() -> None:
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--minutes", type=float, help="time budget of halve.learn (default: its own)")
-    parser.add_argument("--plan", type=Path, help="what halve.measure found, for the method halve_plan")
+    parser.add_argument("--plan", type=Path, help="what halve.measure found (plan.py), for the methods halve_plan*")
+    parser.add_argument("--size", type=int, help="pixels of the training images")
+    parser.add_argument("--batch", type=int, help="images in a step")
     parser.add_argument("--options", type=json.loads, default={}, help="more options of halve.learn, as JSON")
     parser.add_argument("--held-out", action="store_true", help="measure on held-out training images; record nothing")
     parser.add_argument("--note", default="", help="what else ran on the device at the same time")
     parser.add_argument("--masks", type=Path, help="folder to keep learned masks in")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
-    if "halve_plan" in options.methods and options.plan is None:
-        options.methods.remove("halve_plan")
+    plan = None if options.plan is None else load_plan(options.plan)
+    if plan is None:
+        options.methods = [method for method in options.methods if method not in PLANNED]
     network = NETWORKS[options.network]
+    network = network._replace(size=options.size or network.size, batch=options.batch or network.batch)
     model = network.model(options.network, options.assets).to(options.device)
     before = copy.deepcopy(model.state_dict())
     everything = load(options.assets, network.train, network.size, network, options.device)
@@ -182,7 +217,7 @@ def main() -> None:
         for method in options.methods:
             train = everything.part(kept, seed)
             seeded = method in PRESETS or method in LEARNED
-            own = learning | LEARNED.get(method, {}) | ({"plan": options.plan} if method == "halve_plan" else {})
+            own = learning | LEARNED.get(method, {}) | ({"plan": plan} if method in PLANNED else {})
             if not seeded and seed != options.seeds[0]:
                 continue
             started = time.perf_counter()
@@ -209,6 +244,7 @@ def main() -> None:
                         "pattern": "2:4" if len(masks) else "dense",
                         **measured(model, masks, data, metric),
                         "masked_share": round(masked_share(model, masks), 4),
+                        **planned(plan if method in PLANNED else None, masks),
                         "seed": seed if seeded else None,
                         "seconds": round(seconds, 1),
                         "settings": {key: masks.recipe[key] for key in SETTINGS if key in masks.recipe}
@@ -229,13 +265,27 @@ def write(path: Path, records: list[dict[str, Any]]) -> None:
     """Write the records, replacing earlier ones of the same measurements."""
     keys = ("network", "data", "metric", "method", "seed")
     new = {tuple(record[key] for key in keys) for record in records}
-    old = json.loads(path.read_text()) if path.exists() else []
-    kept = [record for record in old if tuple(record[key] for key in keys) not in new]
-    order = sorted(
-        kept + records, key=lambda r: (list(NETWORKS).index(r["network"]), r["data"], METHODS.index(r["method"]))
-    )
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(order, indent=1) + "\n")
+
+    def merged(old: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        kept = [record for record in old if tuple(record[key] for key in keys) not in new]
+        return sorted(kept + records, key=lambda r: (list(NETWORKS).index(r["network"]), r["data"], *_place(r)))
+
+    update(path, merged)
+
+
+def _place(record: dict[str, Any]) -> tuple[int, int]:
+    return METHODS.index(record["method"]), record["seed"] or 0
+
+
+def update(path: Path, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> None:
+    """Change a JSON file of records that several processes may change at the same time."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        records = change(json.loads(path.read_text()) if path.exists() else [])
+        unfinished = path.with_suffix(".new")
+        unfinished.write_text(json.dumps(records, indent=1) + "\n")
+        unfinished.replace(path)
 
 
 if __name__ == "__main__":

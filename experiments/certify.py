@@ -44,9 +44,10 @@ from halve.certify.region import box
 from halve.certify.reuse import PRECISION, chosen, largest, weight_units
 from halve.certify.rounding import Interval
 from halve.masks.storage import write_atomically
-from halve.sources.data import IMAGENET_MEAN, IMAGENET_STD, Preprocessing, load_data
+from halve.sources.data import load_data
 from halve.sources.digits import DigitsResNet, digits, train_digits
 from halve.sources.models import load_model
+from halve.sources.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 from halve.sources.weights import save_state
 from halve.version import VERSION
 

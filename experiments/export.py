@@ -33,8 +33,9 @@ from halve.export.network import prepared
 from halve.export.runtime import Session
 from halve.machine import device_name
 from halve.masks.file import checksum
-from halve.sources.data import Preprocessing, load_data
+from halve.sources.data import load_data
 from halve.sources.models import load_model
+from halve.sources.preprocessing import Preprocessing
 
 RESULTS = Path(__file__).parent / "results" / "export.json"
 CALIBRATION_IMAGES = 256
@@ -179,10 +180,13 @@ def described(masks: halve.MaskSet) -> dict[str, Any]:
 
 def half_on_photos(assets: Path, work: Path) -> None:
     """Keep the scores of PyTorch in float16 on a GPU."""
+    path = work / "resnet50_v1.masks.safetensors"
+    if not path.exists():
+        raise SystemExit(f"{path} is missing: these must be the masks that the files are made from")
     model, masks, images = opened("resnet50_v1", assets, work)
     run = half_runner(halve.apply(model, masks).eval(), images)
     scores, made = scored(run, photos(assets / "in1000_dev"), scores_file(made_from(masks, work), HALF))
-    print(f"{HALF}: {len(scores)} photos", made)
+    print(f"{HALF}: {len(scores)} photos, masks {described(masks)}", made)
 
 
 def scores_file(work: Path, run: str) -> Path:

@@ -19,8 +19,9 @@ from rich.progress import track
 
 import halve
 from halve.machine import device_name
-from halve.sources.data import Preprocessing, load_data
+from halve.sources.data import load_data
 from halve.sources.models import load_model
+from halve.sources.preprocessing import Preprocessing
 
 RESULTS = Path(__file__).parent / "results" / "one_shot.json"
 NETWORKS = {

@@ -19,8 +19,9 @@ from torch import Tensor, nn
 
 import halve
 from halve.machine import device_name
-from halve.sources.data import Preprocessing, load_data
+from halve.sources.data import load_data
 from halve.sources.models import load_model
+from halve.sources.preprocessing import Preprocessing
 
 RESULTS = Path(__file__).parent / "results" / "peers.json"
 NETWORKS = {"cifar_resnet20": "cifar10_resnet20", "cifar_resnet56": "cifar10_resnet56"}

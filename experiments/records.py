@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from halve.bench.ratio import Ratio, paired_ratio
+
 ROOT = Path(__file__).parent.parent
 NAMES = {
     "cifar_resnet20": "ResNet-20",
@@ -14,6 +16,9 @@ NAMES = {
     "resnet50_v1": "ResNet-50",
     "efficientnet_lite0": "EfficientNet-Lite0",
     "convnext_tiny": "ConvNeXt-T",
+    "convnext_small": "ConvNeXt-S",
+    "convnext_base": "ConvNeXt-B",
+    "convnext_large": "ConvNeXt-L",
     "mobilenet_v3_large": "MobileNetV3-L",
     "efficientnet_b0": "EfficientNet-B0",
     "efficientnet_v2_s": "EfficientNetV2-S",
@@ -25,6 +30,20 @@ NAMES = {
     "vgg16_bn": "VGG-16",
     "vit_b_16": "ViT-B/16",
 }
+MAIN = ("resnet", "convnext")  # networks with targets of their own; on the others, the aim is never to be slower
+DENSE = ("best_dense", "compile", "compile_freezing")  # systems that may be the best dense version
+METHODS = {
+    "dense": "dense",
+    "magnitude": "magnitude",
+    "magnitude_permuted": "magnitude, permuted",
+    "paper": "the paper's recipe",
+    "paper_tuned": "the same at its best",
+    "halve": "halve",
+    "halve_recalibrated": "halve, recalibrated",
+    "halve_norms": "halve, norms learned",
+    "halve_plan": "halve, where it pays",
+    "halve_plan_norms": "halve, where it pays, norms learned",
+}
 METRICS = {"top1": "top-1", "agreement": "agreement"}
 
 
@@ -32,6 +51,11 @@ METRICS = {"top1": "top-1", "agreement": "agreement"}
 def recorded(path: str) -> Any:
     """The content of a JSON file in the repository."""
     return json.loads((ROOT / path).read_text())
+
+
+def recorded_if_any(path: str) -> list[dict[str, Any]]:
+    """The records of a JSON file in the repository; none if the experiment has not run yet."""
+    return recorded(path) if (ROOT / path).exists() else []
 
 
 def accuracies() -> list[dict[str, Any]]:
@@ -72,22 +96,43 @@ def times() -> dict[tuple[str, int, str], float]:
 def best_dense(network: str, batch: int) -> float | None:
     """The fastest dense version: our folded graph on library kernels, or the model under torch.compile."""
     ms = times()
-    found = [ms.get((network, batch, system)) for system in ("best_dense", "compile", "compile_freezing")]
+    found = [ms.get((network, batch, system)) for system in DENSE]
     return min((time for time in found if time is not None), default=None)
+
+
+def paired(network: str, batch: int) -> Ratio | None:
+    """The speed-up over the best dense version with its interval; None if rounds were not recorded."""
+    rounds = {
+        r["system"]: r["round_ms"]
+        for r in recorded("benchmarks/results/gpu.json")
+        if (r["network"], r["batch"]) == (network, batch) and "round_ms" in r
+    }
+    dense = [rounds[system] for system in DENSE if system in rounds]
+    if "halve" not in rounds or not dense:
+        return None
+    return paired_ratio(min(dense, key=statistics.median), rounds["halve"])
 
 
 def networks_and_batches() -> list[tuple[str, int]]:
     return list(dict.fromkeys((r["network"], r["batch"]) for r in recorded("benchmarks/results/gpu.json")))
 
 
-def speedups(least: int = 1, most: int | None = None) -> list[float]:
-    """Speed-ups over the best dense version, for batch sizes from `least` to `most`."""
+def speedups(least: int = 1, most: int | None = None, main: bool | None = None) -> list[float]:
+    """Speed-ups over the best dense version, for batch sizes from `least` to `most`.
+
+    Of the main networks, of the others, or of all.
+    """
     ms, found = times(), []
     for network, batch in networks_and_batches():
         dense, ours = best_dense(network, batch), ms.get((network, batch, "halve"))
-        if dense and ours and least <= batch <= (most or batch):
+        wanted = main is None or main == is_main(network)
+        if dense and ours and wanted and least <= batch <= (most or batch):
             found.append(dense / ours)
     return found
+
+
+def is_main(network: str) -> bool:
+    return network.startswith(MAIN)
 
 
 def mask_file(network: str = "resnet50") -> tuple[float, float]:

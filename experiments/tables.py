@@ -5,33 +5,47 @@ python experiments/tables.py
 
 import re
 import statistics
-import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import sketches
+import tasks
 from certified import certified_figure
 from figure import figure
 from idea import idea
+from page_text import prose, table
 from plots import accuracy_against_time, cpu_bars, speed_bars
 from records import (
+    METHODS,
     METRICS,
     ROOT,
     accuracies,
     accuracy_rows,
     best_dense,
+    is_main,
     learned,
     mask_file,
     measured_on,
     name_of,
     networks_and_batches,
+    paired,
     percent,
     percents,
     recorded,
     span,
     speedups,
     times,
+)
+from studies import (
+    PAPER_METHODS,
+    REUSE_ARMS,
+    epochs_to_converge,
+    longest,
+    paper_figure,
+    paper_records,
+    reuse_figure,
+    reuse_records,
 )
 
 ONE_SHOT = {
@@ -41,17 +55,6 @@ ONE_SHOT = {
     "wanda": "Wanda",
     "reconstruct": "reconstruct",
     "reconstruct_permuted": "reconstruct, permuted",
-}
-METHODS = {
-    "dense": "dense",
-    "magnitude": "magnitude",
-    "magnitude_permuted": "magnitude, permuted",
-    "paper": "the paper's recipe",
-    "paper_tuned": "the same at its best",
-    "halve": "halve",
-    "halve_recalibrated": "halve, recalibrated",
-    "halve_norms": "halve, norms learned",
-    "halve_plan": "halve, where it pays",
 }
 SYSTEMS = {
     "eager": "eager",
@@ -69,19 +72,7 @@ CPU_SYSTEMS = {
     "openvino": "OpenVINO",
     "halve": "halve",
 }
-SHOWN_BATCHES = (1, 32, 256)
-
-
-def table(heads: list[str], rows: list[list[str]]) -> str:
-    """A Markdown table."""
-    lines = [f"| {' | '.join(cells)} |" for cells in [heads, *rows]]
-    return "\n".join([lines[0], "|" + "---|" * len(heads), *lines[1:]])
-
-
-def prose(text: str) -> str:
-    """A paragraph or list item in lines of readable length."""
-    indent = "  " if text.startswith("- ") else ""
-    return textwrap.fill(text, 130, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+SHOWN_BATCHES = (1, 32, 256)  # of layers
 
 
 def headline() -> str:
@@ -115,6 +106,7 @@ def accuracy_brief() -> str:
     rows = [
         [f"{name_of(row[0])}, {row[1]}, {METRICS[row[2]]}", *(f"{percent(row, method):.1f}" for method in methods)]
         for row in accuracy_rows()
+        if all(percents(row, method) for method in methods)
     ]
     minutes = span([r["seconds"] / 60 for r in learned()], "{:.1f}")
     note = f"Mean of {len({r['seed'] for r in learned()})} seeds, {minutes} minutes each on an NVIDIA H200."
@@ -122,23 +114,25 @@ def accuracy_brief() -> str:
 
 
 def speed_brief() -> str:
-    """Whole networks in the README."""
-    ms, rows = times(), []
-    shown = [(network, batch) for network, batch in networks_and_batches() if batch in SHOWN_BATCHES]
-    for network, batch in shown:
-        compiled = [ms.get((network, batch, system)) for system in ("compile", "compile_freezing")]
-        compiled = min((time for time in compiled if time is not None), default=None)
-        folded, ours = ms[network, batch, "best_dense"], ms[network, batch, "halve"]
-        cells = ["" if time is None else f"{time:.3f}" for time in (compiled, folded, ours)]
-        rows.append([f"{name_of(network)}, batch {batch}", *cells, f"{best_dense(network, batch) / ours:.2f}x"])
-    heads = ["ms per batch", "torch.compile", "folded, dense", "halve", "over the faster dense"]
+    """Whole networks in the README: milliseconds, and the speed-up over the best dense version."""
+    ms, batches = times(), sorted({batch for _, batch in networks_and_batches()})
+    networks = sorted(
+        dict.fromkeys(network for network, _ in networks_and_batches()), key=lambda n: (not is_main(n), n)
+    )
+    rows = []
+    for network in networks:
+        cells = []
+        for batch in batches:
+            dense, ours = best_dense(network, batch), ms.get((network, batch, "halve"))
+            cells.append(f"{ours:.{2 if ours >= 1 else 3}f} ms, **{dense / ours:.2f}x**" if dense and ours else "")
+        rows.append([name_of(network), *cells])
     sparsity = [f"{ratio:.2f}x ({name_of(network)})" for network, ratio in sparsity_alone().items()]
     note = prose(
-        f"{measured_on(recorded('benchmarks/results/gpu.json'))}; float16, 224 px. *Folded, dense* is the same folded "
-        f"and fused graph with every layer on its fastest dense kernel. At batch 256, sparsity itself makes the "
-        f"same kernels {' and '.join(sparsity)} faster; the rest of the gain is due to the kernels."
+        f"{measured_on(recorded('benchmarks/results/gpu.json'))}; float16, 224 px, over the faster of torch.compile "
+        f"with freezing and the same folded and fused graph on library kernels. At batch 256, sparsity itself makes "
+        f"the same kernels {' and '.join(sparsity)} faster; the rest of the gain is due to the kernels."
     )
-    return f"{table(heads, rows)}\n\n{note}"
+    return f"{table(['', *(f'batch {batch}' for batch in batches)], rows)}\n\n{note}"
 
 
 def sparsity_alone() -> dict[str, float]:
@@ -242,12 +236,12 @@ def gpu() -> str:
     for network, batch in networks_and_batches():
         found = [ms.get((network, batch, system)) for system in systems]
         dense, ours = best_dense(network, batch), ms.get((network, batch, "halve"))
-        ratio = f"{dense / ours:.2f}x" if dense and ours else ""
+        ratio = str(paired(network, batch) or f"{dense / ours:.2f}x") if dense and ours else ""
         rows.append([f"{name_of(network)}, batch {batch}", *("" if t is None else f"{t:.3f}" for t in found), ratio])
     records = recorded("benchmarks/results/gpu.json")
     note = (
         f"{measured_on(records)}; {records[0]['dtype']}, 224 px (`benchmarks/bench_gpu.py`). Systems without a time "
-        "were not part of that run."
+        "were not part of that run. In brackets: the 95 % interval of the ratio, paired by rounds."
     )
     return f"{table(['ms per batch', *systems.values(), 'over the fastest dense'], rows)}\n\n{prose(note)}"
 
@@ -338,9 +332,24 @@ def photos() -> str:
     return f"{table([f'changed predictions of {count:,}', *dtypes], rows)}\n\n{note}"
 
 
+def conv3x3() -> str:
+    """3x3 layers on a GPU: microseconds of our kernel with half of the weights and with all, and of cuDNN."""
+    records, rows = recorded("benchmarks/results/conv3x3.json"), []
+    for record in records:
+        ms = record["median_ms"]
+        kinds = ("wgmma_sp ", "wgmma ", "cudnn")
+        ours, dense, cudnn = (min(time for name, time in ms.items() if name.startswith(kind)) for kind in kinds)
+        cells = [f"{1e3 * time:.1f}" for time in (cudnn, dense, ours)]
+        rows.append(
+            [f"{record['layer']} px, batch {record['batch']}", *cells, f"{cudnn / ours:.2f}x", f"{dense / ours:.2f}x"]
+        )
+    heads = ["microseconds", "cuDNN", "our kernel, all weights", "2:4", "over cuDNN", "over all weights"]
+    return f"{table(heads, rows)}\n\n{measured_on(records)} (`benchmarks/bench_3x3.py`); float16, with bias and ReLU."
+
+
 def gpu_layers() -> str:
     """Masked layers on a GPU: microseconds dense, on our kernels with all weights, and with half of them."""
-    records = recorded("benchmarks/results/gpu_layers.json")
+    records = [r for r in recorded("benchmarks/results/gpu_layers.json") if is_main(r["network"])]
     kinds: dict[tuple[str, str], dict[int, list[dict[str, Any]]]] = {}
     names = {(r["network"], r["layer"]): re.sub(r" at \d+( x |$)", r" at\1", r["shape"]) for r in records}
     names = {key: shape.replace(" at x ", " at ").removesuffix(" at") for key, shape in names.items()}
@@ -628,6 +637,88 @@ def peers() -> str:
     return f"{table(heads, rows)}\n\n{note}"
 
 
+def loaders() -> str:
+    """Images per second of the loaders."""
+    records = recorded("benchmarks/results/loader.json")
+    rows = [
+        [
+            "Pillow" if r["loader"] == "pillow" else f"DALI, on a {'GPU' if r['device'] == 'cuda' else 'CPU'}",
+            str(r["threads"]),
+            f"{r['images_per_s']:.0f}",
+            "" if r["cpu_ms_per_image"] is None else f"{r['cpu_ms_per_image']:.1f} ms",
+            f"{r['largest_difference']:.0f} of 255",
+        ]
+        for r in records
+    ]
+    heads = ["loader", "workers", "images per second", "CPU time per image", "largest difference of a pixel"]
+    note = f"{records[0]['data']}; {measured_on(records)} (`benchmarks/bench_loader.py`)."
+    return f"{table(heads, rows)}\n\n{prose(note)}"
+
+
+def _shares(record: dict[str, Any] | None) -> str:
+    """Top-1 and top-5 in percent; top-5 is not known of fewer than six classes."""
+    if record is None:
+        return ""
+    return " / ".join(f"{100 * record[key]:.2f}" for key in ("top1", "top5") if record[key] is not None)
+
+
+def paper_tables() -> str:
+    """The paper's tables: top-1 and top-5 of each method, and epochs to converge."""
+    parts = []
+    for data, networks in paper_records().items():
+        methods = [m for m in PAPER_METHODS if any(longest(records, m) for records in networks.values())]
+        rows = [
+            [name_of(network), *(_shares(longest(records, method)) for method in methods)]
+            for network, records in networks.items()
+        ]
+        everything = [r for records in networks.values() for r in records]
+        budgets = [
+            [name_of(network), str(records[0]["dense"]["epochs"])]
+            + [str(epochs_to_converge(records, m) or "not") for m in methods if m in ("paper", "paper_tuned", "halve")]
+            + [", ".join(str(e) for e in sorted({r["epochs"] for r in records if r["epochs"]}))]
+            for network, records in networks.items()
+        ]
+        learned_by = [PAPER_METHODS[m] for m in methods if m in ("paper", "paper_tuned", "halve")]
+        weights = ", ".join(sorted({r["dense"]["weights"] for r in everything}))
+        about = f"{data}. Top-1 / top-5 in %, learned masks with their largest budget. Dense networks: {weights}."
+        parts += [
+            table(["%", *(PAPER_METHODS[m] for m in methods)], rows),
+            prose(f"{about} {measured_on(everything)}."),
+        ]
+        heads = ["epochs", "of the dense network", *learned_by, "budgets tried"]
+        parts += ["Epochs to come within a point of the dense network's top-1:", table(heads, budgets)]
+    if not parts:
+        return "No results are recorded yet; the command below records them."
+    return "\n\n".join(parts)
+
+
+def reuse() -> str:
+    """Masks after updates of the checkpoint."""
+    records = reuse_records()
+    arms = [arm for arm in REUSE_ARMS if all(arm in r for r in records)]
+    rows = [
+        [f"{r['update_steps']:,}", f"{100 * r['relative_change']:.1f} %"]
+        + [" / ".join(f"{100 * r[arm][key]:.1f}" for key in ("top1", "agreement") if key in r[arm]) for arm in arms]
+        for r in records
+    ]
+    heads = ["steps of fine-tuning", "change of the weights", *(REUSE_ARMS[arm] for arm in arms)]
+    first = records[0]
+    changed = [
+        f"{REUSE_ARMS[arm]} {span([100 * r[arm]['changed_blocks'] for r in records], '{:.1f}')} %"
+        for arm in arms
+        if "changed_blocks" in first[arm]
+    ]
+    size = "Reduced size, one seed: differences below a point mean nothing. " if first["kind"] == "reduced" else ""
+    note = (
+        f"{name_of(first['network'])}, CIFAR-10: top-1 / agreement with the updated dense network, in %, on "
+        f"{first['test_images']:,} test images. {size}"
+        f"The mask was learned in {first['mask_steps']:,} steps of {first['batch']} images, the others in "
+        f"{first['fresh']['steps']:,}. "
+        f"Blocks that changed: {'; '.join(changed)}. {measured_on(records)} (`experiments/reuse.py`)."
+    )
+    return f"{table(heads, rows)}\n\n{prose(note)}"
+
+
 TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
     name: (ROOT / page, made)
     for page, name, made in [
@@ -645,8 +736,17 @@ TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
         ("docs/results/speed.md", "cpu", cpu),
         ("docs/results/speed.md", "speed_notes", speed_notes),
         ("docs/results/speed.md", "gpu_layers", gpu_layers),
+        ("docs/results/speed.md", "conv3x3", conv3x3),
         ("docs/results/speed.md", "pool", pool),
         ("docs/results/speed.md", "photos", photos),
+        ("docs/results/speed.md", "loaders", loaders),
+        ("docs/results/paper.md", "paper_tables", paper_tables),
+        ("docs/results/reuse.md", "reuse", reuse),
+        ("docs/results/tasks.md", "scenes", tasks.scenes),
+        ("docs/results/tasks.md", "detection", tasks.detection),
+        ("docs/results/tasks.md", "segmentation", tasks.segmentation),
+        ("docs/results/tasks.md", "faces", tasks.faces),
+        ("docs/tutorials/faces.md", "faces_tutorial", tasks.faces_table),
         ("docs/how/certificates.md", "certify_flips", certify_flips),
         ("docs/how/certificates.md", "certify_agreement", certify_agreement),
         ("docs/how/certificates.md", "certify_proofs", certify_proofs),
@@ -668,6 +768,8 @@ TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
         ("docs/figures/kernels.svg", "kernels", sketches.kernels),
         ("docs/figures/two-certificates.svg", "two_certificates", sketches.certificates),
         ("docs/figures/accuracy-time.svg", "accuracy_against_time", accuracy_against_time),
+        ("docs/figures/paper.svg", "paper_figure", paper_figure),
+        ("docs/figures/reuse.svg", "reuse_figure", reuse_figure),
         ("docs/figures/speed.svg", "speed_bars", speed_bars),
         ("docs/figures/cpu.svg", "cpu_bars", cpu_bars),
     ]

@@ -6,6 +6,7 @@ at the same regions. The changed network therefore gets the regions that the ori
 """
 
 from collections.abc import Callable, Collection, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -68,10 +69,12 @@ def first_run(model: nn.Module, run: Run) -> tuple[Any, HeadOutputs | None]:
     return result, seen
 
 
-def head_outputs(model: nn.Module, run: Run, heads: Collection[str]) -> HeadOutputs:
-    """What the heads of a detector return."""
+def head_outputs(model: nn.Module, run: Run, heads: Collection[str], calls: int | None = None) -> HeadOutputs:
+    """What the heads of a detector return. With the number of their calls, the run ends with the last one: no boxes are
+    chosen then, which nobody looks at."""
     seen = HeadOutputs()
-    _run(model, run, heads, seen)
+    with suppress(_LastCall):
+        _run(model, run, heads, seen, calls=calls)
     return seen
 
 
@@ -79,7 +82,7 @@ def head_outputs_in(original: HeadOutputs, model: nn.Module, run: Run) -> HeadOu
     """What the heads of a changed detector return in the regions that the original one looked at."""
     seen = HeadOutputs()
     try:
-        _run(model, run, original.heads, seen, original)
+        _run(model, run, original.heads, seen, original, len(original.calls))
     except _LastCall:
         return seen
     raise ModelError(
@@ -93,12 +96,17 @@ class _LastCall(Exception):
 
 
 def _run(
-    model: nn.Module, run: Run, watched: Collection[str], seen: HeadOutputs, original: HeadOutputs | None = None
+    model: nn.Module,
+    run: Run,
+    watched: Collection[str],
+    seen: HeadOutputs,
+    original: HeadOutputs | None = None,
+    calls: int | None = None,
 ) -> Any:
     def note(name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Tensor) -> None:
             seen.calls.append((name, output))
-            if original is not None and len(seen.calls) == len(original.calls):
+            if len(seen.calls) == calls:
                 raise _LastCall
 
         return hook

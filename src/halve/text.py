@@ -34,3 +34,15 @@ def aligned(rows: Iterable[Sequence[str]], separator: str = " | ", *, right: boo
     widths = [max(map(len, column)) for column in zip(*table, strict=True)]
     align = str.rjust if right else str.ljust
     return [separator.join(map(align, row, widths)).rstrip() for row in table]
+
+
+def formatted_bytes(count: int) -> str:
+    """Format a number of bytes.
+
+    >>> formatted_bytes(2_345_678)
+    '2.35 MB'
+    """
+    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
+        if count >= scale:
+            return f"{count / scale:.2f} {unit}"
+    return f"{count} B"

@@ -42,11 +42,23 @@ def test_on_a_cpu_halve_notes_that_it_runs_dense_and_gpu_systems_report_an_error
 
 
 def test_percentiles_are_over_all_calls(monkeypatch):
-    ramp = {name: list(range(1, 102)) for name in ("eager",)}
-    monkeypatch.setattr(module, "interleaved", lambda *_, **__: (ramp, {}))
+    rounds = {"eager": [list(range(1, 51)), list(range(51, 102))]}
+    monkeypatch.setattr(module, "interleaved", lambda *_, **__: (rounds, {}))
     [one] = measured("eager")
-    assert (one.p10_ms, one.median_ms, one.p90_ms) == tuple(np.percentile(ramp["eager"], (10, 50, 90)))
+    assert (one.p10_ms, one.median_ms, one.p90_ms) == tuple(np.percentile(range(1, 102), (10, 50, 90)))
     assert (one.p10_ms, one.median_ms, one.p90_ms) == (11, 51, 91)
+    assert one.round_ms == (25.5, 76)
+
+
+def test_before_timing_is_called_once_all_systems_are_prepared(monkeypatch):
+    events = []
+    timed = module.interleaved
+    monkeypatch.setattr(
+        module, "_prepare", lambda name, *rest, own=module._prepare: (events.append(name), own(name, *rest))[1]
+    )
+    monkeypatch.setattr(module, "interleaved", lambda *args, **rest: (events.append("timed"), timed(*args, **rest))[1])
+    measured("eager", "channels_last", before_timing=lambda: events.append("ready"))
+    assert events == ["eager", "channels_last", "ready", "timed"]
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # from torch itself

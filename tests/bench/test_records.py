@@ -10,9 +10,13 @@ KEYS = {"network", "batch", "dtype", "hardware", "versions", "date", "system", "
 
 
 def test_records_are_complete_and_omit_unknown_fields():
-    found = [Measurement(1, "eager", 1.0, 0.9, 1.1), Measurement(1, "best_dense", error="needs a CUDA GPU")]
+    found = [
+        Measurement(1, "eager", 1.0, 0.9, 1.1, round_ms=(0.95, 1.05)),
+        Measurement(1, "best_dense", error="needs a CUDA GPU"),
+    ]
     written = json.loads(json.dumps(records(found, "net", torch.float32, torch.device("cpu"))))
-    assert set(written[0]) == KEYS | {"images_per_second"}
+    assert set(written[0]) == KEYS | {"images_per_second", "round_ms"}
+    assert written[0]["round_ms"] == [0.95, 1.05]
     assert set(written[1]) == KEYS | {"error"}
     assert set(OPTIONAL) >= {key for record in written for key in set(record) - KEYS}
     assert written[0]["dtype"] == "float32"

@@ -3,6 +3,8 @@ import torch
 
 import halve as package
 from halve.cli.compile import show_plan
+from halve.cli.show import formatted_bytes
+from halve.engine import compiled, plan
 from halve.engine.plan import Entry
 from halve.sources.models import load_model
 
@@ -37,6 +39,17 @@ def test_json_has_the_file_and_the_plan(halve, net, masks, folder):
     assert told["bytes"] == (folder / "net.compiled.safetensors").stat().st_size
     assert "AVX-512" in told["plan"]["dense"]
     assert package.load_compiled(folder / "net.compiled.safetensors").dtype == torch.bfloat16
+
+
+@pytest.mark.cpu_kernels
+def test_the_size_of_the_machine_code_is_told(halve, net, masks, monkeypatch):
+    sparse = {"cpu_sp": 0.0, "above": 1.0}
+    monkeypatch.setattr(plan, "measure", lambda calls, device: {one: sparse.get(one.split()[0], 2.0) for one in calls})
+    monkeypatch.setattr(compiled, "unavailable", lambda device: "not tried here")
+    given = ("compile", *net, "--masks", masks, *QUICK)
+    told = halve(*given, "--json").json
+    assert told["code_bytes"] > 0
+    assert f"machine code: {formatted_bytes(told['code_bytes'])}" in halve(*given, "--force").out
 
 
 def test_bad_options_are_refused_before_anything_is_compiled(halve, net, masks):

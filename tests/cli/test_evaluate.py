@@ -1,4 +1,5 @@
 import shutil
+import sys
 
 import pytest
 from safetensors.torch import load_file
@@ -29,6 +30,20 @@ def test_evaluate_counts_the_dense_model(halve, net):
     assert numbers["images"] == 12
     assert 0 <= numbers["top1"] <= numbers["top5"] <= 1
     assert numbers["agreement"] is numbers["kl"] is numbers["dense_top1"] is None
+
+
+def test_dali_decodes_the_images_of_the_command_line(halve, net, masks):
+    pytest.importorskip("nvidia.dali")
+    options = ["evaluate", *net, "--data", "photos", "--masks", masks, "--size", "8", "--json"]
+    ours, dalis = (halve(*options, "--loader", name).json for name in ("pillow", "dali"))
+    assert dalis["images"] == ours["images"] == 12
+    assert dalis["kl"] == pytest.approx(ours["kl"], rel=0.05)
+
+
+def test_a_loader_that_is_missing_or_unknown_is_an_error(halve, net, monkeypatch):
+    monkeypatch.setitem(sys.modules, "nvidia.dali", None)  # importing it raises
+    assert "pip install 'halve[dali]'" in halve("evaluate", *net, "--data", "photos", "--loader", "dali", code=2).err
+    assert "one of pillow, dali" in halve("evaluate", *net, "--data", "photos", "--loader", "ffcv", code=2).err
 
 
 def test_evaluate_compares_masks_with_the_dense_model(halve, net, masks):

@@ -5,7 +5,7 @@ import torch
 
 from halve.cli import options as o
 from halve.errors import HalveError
-from halve.sources.data import IMAGENET_STD, Preprocessing
+from halve.sources.preprocessing import IMAGENET_STD, Preprocessing
 
 
 def selection(*patterns):

@@ -69,7 +69,7 @@ def test_shares_are_shown_as_percent(share, digits, text):
     [(0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (1_000_000, "1.00 MB"), (2_500_000_000, "2.50 GB")],
 )
 def test_sizes_are_shown_for_a_person(count, text):
-    assert show.size(count) == text
+    assert show.formatted_bytes(count) == text
 
 
 HOSTILE = "a\x1b]0;title\x07\x9b2J\u202eb\u2066\u200f\x7f\r\x08\u2028c\ud800"

@@ -150,6 +150,55 @@ def test_saved_and_loaded(net, tmp_path):
             assert torch.equal(mine, theirs)
 
 
+def test_the_plan_says_how_large_the_machine_code_is(net, tmp_path):
+    """Equal layers share code, which counts once; layers that are dense have none."""
+    equal = nn.Sequential(*(nn.Conv2d(16, 16, 3, padding=1) for _ in range(3)), nn.Sigmoid()).eval()
+    x = random(1, 16, 12, 12)
+    with torch.no_grad():
+        for layer in equal[1:3]:
+            layer.weight.copy_(2 * equal[0].weight)  # other values, the same pattern
+    fast = compiled(equal, x, inductor=False)
+    one, two, three = (layer.emitted() for layer in fast.layers)
+    assert [one] == [two] == [three]
+    assert fast.code_bytes == one[0].size > 7 * 16 * 9 * 8
+    assert fast.plan.code_bytes == fast.code_bytes
+    assert f"machine code: {fast.code_bytes / 1e3:.2f} kB" in str(fast.plan)
+    assert "machine code: " in fast.plan._repr_html_()
+    fast.save(tmp_path / "net.pt2")
+    assert halve.load_compiled(tmp_path / "net.pt2").plan.code_bytes == fast.code_bytes  # of this CPU: emitted again
+    other = compiled(net, random(2, 3, 40, 36), inductor=False)
+    assert other.code_bytes == sum(code.size for layer in other.layers for code in layer.emitted()) > fast.code_bytes
+    with pytest.warns(EngineWarning):
+        dense = other.fall_back("none is wanted")
+    assert dense.code_bytes == dense.plan.code_bytes == 0
+    assert "machine code" not in str(dense.plan)
+
+
+def test_results_do_not_share_memory():
+    """Small results and large ones, which are in memory that is used again: who writes into one changes no other."""
+
+    class Heads(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.trunk, self.one = nn.Conv2d(16, 64, 3, padding=1), nn.Conv2d(64, 64, 1)
+            self.two = nn.Conv2d(64, 64, 3, 2, 1)
+
+        def forward(self, x):
+            x = torch.relu(self.trunk(x))
+            return x, self.one(x), self.two(x)
+
+    torch.manual_seed(0)
+    heads = Heads().eval()
+    for x in (random(1, 16, 8, 8), random(2, 16, 64, 64)):
+        fast = compiled(heads, x)
+        results, again = fast(x), fast(x)
+        for place, result in enumerate(results):
+            others = [one for number, one in enumerate((*results, *again)) if number != place]
+            before = [one.clone() for one in others]
+            result.untyped_storage().fill_(1)
+            assert all(map(torch.equal, others, before))
+
+
 def test_a_file_runs_dense_where_there_is_no_avx512(net, tmp_path, monkeypatch):
     x = random(2, 3, 40, 36)
     compiled(net, x).save(tmp_path / "net.pt2")

@@ -12,6 +12,7 @@ import halve
 from halve.engine import recorded
 from halve.engine.kernels.cuda import driver
 from halve.engine.kernels.registry import FALLBACK
+from halve.engine.timing_cache import TimingCache
 from halve.errors import EngineError, EngineWarning
 
 pytestmark = [
@@ -23,12 +24,17 @@ pytestmark = [
 ]
 
 
+def keep_timings(patch, folder):
+    """Keep timings in this folder. Compiled kernels stay in the user's cache: compiling them takes minutes."""
+    patch.setattr(TimingCache, "of", classmethod(lambda cls, device: cls(folder / "timings.json")))
+
+
 @pytest.fixture(scope="module", autouse=True)
 def kernels(tmp_path_factory):
     """Do not use cached timings of other runs, nor Inductor, which takes long: see test_inductor_gpu.py."""
     patch = pytest.MonkeyPatch()
     patch.setattr("halve.engine.compiled.by_default", lambda device: False)
-    patch.setenv("HALVE_CACHE", str(tmp_path_factory.mktemp("kernels")))
+    keep_timings(patch, tmp_path_factory.mktemp("timings"))
     yield
     patch.undo()
 
@@ -151,7 +157,7 @@ def test_two_networks_at_once(made):
 
 
 def test_two_networks_are_compiled_at_once(monkeypatch, tmp_path):
-    monkeypatch.setenv("HALVE_CACHE", str(tmp_path))  # an empty timing cache
+    keep_timings(monkeypatch, tmp_path)
     benchmark, found = torch.backends.cudnn.benchmark, {}
 
     def work(name):

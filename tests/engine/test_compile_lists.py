@@ -9,7 +9,7 @@ from torch import nn
 
 import halve
 from halve.errors import DataError, EngineError, OptionError
-from tests.detectors import faster_rcnn, pictures, targets
+from tests.detectors import faster_rcnn, pictures, retinanet, targets
 from tests.engine.nets import compiled, sparsely
 from tests.untouched import untouched
 
@@ -131,6 +131,21 @@ def test_batch_sizes_copies_pickles_and_precision(counting, tmp_path):
         fast.save(tmp_path / "net.pt2")
     half = compiled(model, halve.prune(model), pictures(2), dtype=torch.bfloat16)
     assert {row.dtype for row in half(pictures(2))} == {torch.float32}
+
+
+@pytest.mark.parametrize("make", [faster_rcnn, retinanet])
+def test_boxes_are_decoded_and_chosen_in_single_precision(make):
+    model, batch = make(), pictures(2)
+    masks = halve.prune(model)
+    half = compiled(model, masks, batch, dtype=torch.bfloat16)
+    with torch.no_grad():
+        expected = halve.apply(model, masks)(batch)
+    for one, other in zip(half(batch), expected, strict=True):
+        assert one["boxes"].dtype == torch.float32
+        assert not torch.equal(one["boxes"], one["boxes"].bfloat16().float())
+        torch.testing.assert_close(one["scores"][:5], other["scores"][:5], rtol=0, atol=0.02)
+        assert not torch.equal(one["scores"][:5], other["scores"][:5])  # layers compute in bfloat16
+    assert {layer.dtype for layer in half.layers} == {torch.bfloat16}
 
 
 def test_the_example_stays_as_it_is():

@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 import halve
+from halve.bench.systems import weight_bytes
 from halve.engine.join import Join, _is_faster, pairs_with_shortcut, planned_joins
 from halve.engine.kernels import registry
 from halve.engine.kernels.kernel import KernelFamily
@@ -17,7 +18,7 @@ from halve.engine.layer import Layer
 from halve.engine.operations import ChainedConvolution, Convolution
 from halve.engine.plan import time_layer
 from halve.engine.timing_cache import TimingCache
-from halve.errors import EngineError
+from halve.errors import EngineError, EngineWarning
 from tests.random_masks import random
 
 
@@ -124,8 +125,8 @@ def kernel(monkeypatch, tmp_path):
 _variants = JoinedSparse.variants
 
 
-def compiled(model, batch=2, **options):
-    x = random(batch, 8, 12, 12).bfloat16()
+def compiled(model, batch=2, channels=8, **options):
+    x = random(batch, channels, 12, 12).bfloat16()
     model = model.eval()
     return model, x, halve.compile(model, halve.prune(model), x, dtype=torch.bfloat16, inductor=False, **options)
 
@@ -195,10 +196,41 @@ def test_joins_of_a_plan_that_do_not_fit_the_network_are_ignored(kernel):
     for other in ({"family": "wgmma"}, {"family": "none"}, {"variant": "1x1"}, {"layer": "one"}, {"other": "two"}):
         again = copy.deepcopy(fast)
         again.plan.joins[2] = [replace(join, **other)]
-        again.warmup(2)
+        with pytest.warns(EngineWarning, match="slower than planned: joined layers: 1 of 1 not used at batch size 2"):
+            again.warmup(2)
         torch.testing.assert_close(again(x), expected, atol=5e-2, rtol=5e-2)
         assert len(again._bodies) == 0
         assert again.plan.uncompiled == {"joined layers": "1 of 1 not used at batch size 2: no kernel here"}
+        assert again.plan.joins == {}
+
+
+def test_the_plan_shows_what_runs_where_planned_joins_cannot_be_had(kernel, tmp_path, monkeypatch):
+    _, x, fast = compiled(Bottlenecks(), channels=64)
+    apart = {layer.name: str(layer.kernel_for(x.shape[0] * 12 * 12)) for layer in fast.layers}
+    assert len(fast.plan.joins[2]) == 3
+    fast.save(tmp_path / "net.compiled.safetensors")
+    monkeypatch.setattr(Chained, "unavailable", lambda self, device, dtype: "another GPU")
+    with pytest.warns(EngineWarning, match="slower than planned"):
+        again = halve.load_compiled(tmp_path / "net.compiled.safetensors").warmup(2)
+    shown = {entry.layer: entry for entry in again.plan}
+    assert shown["expand.0"].kernel.startswith("wgmma_sp_joined ")  # its shortcut is still joined
+    assert shown["expand.0"].reason == "in one kernel with shortcut: faster"
+    for name in ("reduce.1", "expand.1", "reduce.2"):
+        assert shown[name].kernel == apart[name]
+        assert shown[name].time_ms is None
+        assert shown[name].reason == "planned in one kernel with its neighbour, which is not used here"
+    assert "joined layers: 2 of 3 not used at batch size 2: no kernel here" in str(again.plan)
+    assert "wgmma_chained" not in str(again.plan)
+    assert torch.equal(again(x), again(x))
+    torch.testing.assert_close(again(x), fast(x), atol=5e-2, rtol=5e-2)
+
+
+def test_the_weights_of_joined_layers_are_memory(kernel):
+    _, _, fast = compiled(Block())
+    [form] = fast._bodies.values()
+    [both] = [layer for layer in form.modules() if isinstance(layer, Layer) and " + " in layer.name]
+    separate = sum(t.untyped_storage().nbytes() for t in fast.buffers())
+    assert weight_bytes(fast) == separate + sum(t.untyped_storage().nbytes() for t in both.buffers())
 
 
 def test_an_updated_checkpoint_takes_over_the_joins(kernel):

@@ -43,6 +43,16 @@ def test_the_images_given_stay_as_they_are():
     assert torch.equal(images, before)
 
 
+@pytest.mark.parametrize("size", [32, 64])
+def test_images_stay_apart_where_their_labels_count(size, monkeypatch):
+    images = pictures(size=size)
+    apart = augmented(images, generator(), mixed=False)
+    assert not torch.equal(apart, augmented(images, generator()))
+    monkeypatch.setattr(augment, "MIXED", 0.0)
+    monkeypatch.setattr(augment, "PASTED", 0.0)
+    assert torch.equal(apart, augmented(images, generator()))
+
+
 def test_small_images_are_flipped_and_shifted_by_whole_pixels(alone):
     images = pictures()
     padded = torch.nn.functional.pad(images, (4, 4, 4, 4))

@@ -14,13 +14,18 @@ from halve.learn.distributed import Processes
 from halve.learn.run_state import FORMAT
 from halve.masks import storage
 from tests.processes import ROOT, environment
-from tests.tiny import convnet, loader
+from tests.tiny import convnet, images, loader
 
 pytestmark = pytest.mark.filterwarnings("ignore:the quality of the masks will be unknown")  # of so few images
+
+# Two processes with batches of 8, or one that accumulates two of these.
+TOGETHER = {"steps": 60, "lr": 0.2, "permute": False, "validation": False, "fallback": False}
+KILLED = 7  # batches after which a process is killed
 
 SCRIPT = """
 import json, os, sys, torch, halve
 from pathlib import Path
+from tests.learn.test_distributed import TOGETHER
 from tests.tiny import convnet, loader
 folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
 torch.set_num_threads(1)
@@ -34,6 +39,8 @@ halve.learn(model, loader(), steps=12, accumulate=2, lr=0.5, run_state=folder / 
 timed = halve.learn(model, loader(128), minutes=0.05, permute=False)
 random = {"steps": 1, "lr": 1e-6, "alpha": 0.0, "final": "sample"}  # what is learned is a random mask
 one_shot = halve.learn(model, loader(128), permute=False, **random)
+together = halve.learn(model, loader(256, 8), **TOGETHER)
+together.save(folder / f"together{rank}.masks.safetensors")
 masks.save(folder / f"steps{rank}.masks.safetensors")
 timed.save(folder / f"timed{rank}.masks.safetensors")
 one_shot.save(folder / f"one_shot{rank}.masks.safetensors")
@@ -44,16 +51,48 @@ if torch.distributed.is_initialized():
 """
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    """What two processes of a torchrun leave behind."""
-    folder = tmp_path_factory.mktemp("ranks")
-    (folder / "script.py").write_text(SCRIPT)
+# The first time a process is killed in the middle of a run; the second time that run is resumed, and repeated whole.
+RESUMED = """
+import os, signal, sys, torch, halve
+from pathlib import Path
+from tests.learn.test_distributed import KILLED
+from tests.tiny import convnet, loader
+folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+torch.set_num_threads(1)
+
+class Batches:
+    def __init__(self, dying):
+        self.batches, self.dying, self.given = list(loader(48)), dying, 0
+    def __len__(self):
+        return len(self.batches)
+    def __iter__(self):
+        for batch in self.batches:
+            self.given += 1
+            if self.dying and self.given > KILLED:
+                os.kill(os.getpid(), signal.SIGKILL)
+            yield batch
+
+def learned(state, dying=False, **more):
+    options = {"steps": 12, "lr": 0.5, "permute": False, "validation": False}
+    return halve.learn(convnet(), Batches(dying), run_state=folder / state, save_every=0, **options, **more)
+
+resume = (folder / "run").exists()
+masks = learned("run", dying=rank == 1 and not resume, resume=resume)
+masks.save(folder / f"resumed{rank}.masks.safetensors")
+learned("whole").save(folder / f"whole{rank}.masks.safetensors")
+torch.distributed.destroy_process_group()
+"""
+
+
+def torchrun(script, folder):
+    """Run a script in two processes."""
+    folder.mkdir(exist_ok=True)
+    (folder / "script.py").write_text(script)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--master_port", str(port)]
-    result = subprocess.run(
+    return subprocess.run(
         [*command, str(folder / "script.py"), str(folder)],
         env=environment(OMP_NUM_THREADS="1", CUDA_VISIBLE_DEVICES=""),
         cwd=ROOT,
@@ -61,6 +100,13 @@ def folder(tmp_path_factory):
         text=True,
         timeout=150,
     )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """What two processes of a torchrun leave behind."""
+    folder = tmp_path_factory.mktemp("ranks")
+    result = torchrun(SCRIPT, folder)
     assert result.returncode == 0, result.stderr[-3000:]
     return folder
 
@@ -94,7 +140,37 @@ def test_the_first_process_alone_reports_and_writes(folder):
     assert (header["step"], header["batches"], header["identity"]["processes"]) == (12, 24, 2)
     assert tensors["logits"].isfinite().all()
     written = {path.name for path in folder.iterdir()} - {"script.py"}
-    assert len(written) == 10, written
+    assert len(written) == 12, written
+
+
+def test_two_processes_learn_as_well_as_one_with_the_same_images_per_step(folder):
+    one, other = (halve.load(folder / f"together{rank}.masks.safetensors") for rank in range(2))
+    assert one == other
+
+    def kl(masks):
+        return halve.evaluate(convnet(), masks, images(512, seed=5), progress=False).kl
+
+    alone = [kl(halve.learn(convnet(), loader(256, 8), accumulate=2, seed=seed, **TOGETHER)) for seed in range(4)]
+    start = kl(halve.prune(convnet()))
+    spread = max(alone) - min(alone)
+    assert max(alone) < start / 2  # it learns: without that, the comparison says nothing
+    assert min(alone) - spread <= kl(one) <= max(alone) + spread
+
+
+def test_a_run_goes_on_after_one_process_was_killed(tmp_path):
+    killed = torchrun(RESUMED, tmp_path / "run")
+    assert killed.returncode != 0
+    assert "SIGKILL" in killed.stderr
+    _, header, _ = storage.read(tmp_path / "run" / "run", [FORMAT])
+    assert 0 < header["step"] < 12
+    again = torchrun(RESUMED, tmp_path / "run")
+    assert again.returncode == 0, again.stderr[-3000:]
+    found = [
+        halve.load(tmp_path / "run" / f"{name}{rank}.masks.safetensors")
+        for name in ("resumed", "whole")
+        for rank in range(2)
+    ]
+    assert all(masks == found[0] for masks in found)
 
 
 def test_a_budget_by_the_clock_stops_both_after_the_same_step(folder):

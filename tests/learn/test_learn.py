@@ -51,6 +51,15 @@ def test_learned_masks_beat_magnitude_by_far_and_the_loss_falls(trained, options
     assert halve.verify(halve.apply(model, masks), masks).ok
 
 
+@pytest.mark.parametrize("score", ["magnitude", "random"])
+def test_masks_to_start_from_get_better_in_a_short_run(trained, score):
+    model, x, test = trained
+    start = halve.prune(model, score)
+    masks = learn(model, batches(x), steps=40, start=start, validation=False)
+    before, after = (halve.evaluate(model, m, [test]).kl for m in (start, masks))
+    assert after < before / 3
+
+
 def test_labels_can_be_learned_from(trained):
     model, _, test = trained
     data = DataLoader(TensorDataset(*digits("train").tensors), 64)

@@ -180,7 +180,7 @@ def test_gradients_of_learned_norms_are_those_of_pytorch(layout, dtype):
 
 def test_norms_are_learned_in_a_recorded_step():
     model, x = convnet().cuda(), images(64).cuda()
-    masks = halve.learn(model, x, steps=40, norms="learn")
+    masks = halve.learn(model, x, steps=40, norms="learn", fallback=False)
     assert masks.recipe["step_graph"]
-    assert masks.recipe["quality"]["returned"] != "learned" or masks.corrections
+    assert masks.corrections
     assert halve.verify(halve.apply(model, masks), masks).ok

@@ -90,8 +90,18 @@ def test_features_are_compared_by_their_relative_squared_error():
 
 
 def test_outputs_and_features_are_added():
-    v = views(random(3, 5), random(3, 5, seed=1), [random(4)], [random(4, seed=1)], guidance=0.0)
+    ours, theirs = (x - x.mean(1, keepdim=True) for x in (random(3, 5), random(3, 5, seed=1)))
+    v = views(ours, theirs, [random(4)], [random(4, seed=1)], guidance=0.0)
     assert float(distill_outputs_and_features(v)) == pytest.approx(float(distill_outputs(v) + distill_features(v)))
+
+
+@pytest.mark.parametrize("shape", [(3, 5), (3, 4, 2, 2)])
+def test_an_offset_that_all_outputs_share_counts_unless_they_are_class_scores(shape):
+    theirs = random(*shape)
+    v = views(theirs + 1, theirs, [theirs], [theirs])
+    error = (theirs[0].numel() / theirs.flatten(1).square().sum(1)).mean()
+    assert float(distill_outputs_and_features(v)) == pytest.approx(OUTPUT_WEIGHT * float(error), rel=1e-5)
+    assert float(distill_outputs(v)) == pytest.approx(0, abs=1e-6)
 
 
 @pytest.mark.parametrize("guidance", [1.0, 0.25, 0.0])
@@ -99,14 +109,15 @@ def test_outputs_and_features_are_added():
 def test_outputs_and_features_give_way_to_probabilities_as_far_as_all_classes_are_shown(classes, shown, guidance):
     theirs = random(3, 3) + 9 * torch.eye(3)[list(classes)]
     v = views(random(3, 3, seed=2), theirs, [random(4)], [random(4, seed=1)], guidance=guidance)
-    expected = (1 - shown * (1 - guidance)) * distill_outputs_and_features(v) + shown * distill_probabilities(v)
+    guide = distill_outputs(v) + distill_features(v)
+    expected = (1 - shown * (1 - guidance)) * guide + shown * distill_probabilities(v)
     assert float(distill_auto(v)) == pytest.approx(float(expected))
 
 
 @pytest.mark.parametrize("shape", [(3,), (3, 1), (3, 4, 2, 2), (3, 6, 4)])
 def test_outputs_that_are_no_rows_of_class_scores_are_not_taken_for_probabilities(shape):
     v = views(random(*shape), random(*shape, seed=1), [random(4)], [random(4, seed=1)], guidance=0.0)
-    assert float(distill_auto(v)) == float(distill_outputs_and_features(v))
+    assert float(distill_auto(v)) == float(distill_outputs(v) + distill_features(v))
 
 
 def test_the_gradient_of_the_relative_error_is_right():

@@ -3,7 +3,8 @@ import torch
 from PIL import Image
 
 from halve.errors import DataError, OptionError
-from halve.sources.data import IMAGENET_MEAN, Preprocessing, load_data
+from halve.sources.data import load_data
+from halve.sources.preprocessing import IMAGENET_MEAN, Preprocessing
 from tests.pictures import class_folders, encoded, tar_of
 
 

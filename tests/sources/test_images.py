@@ -4,6 +4,7 @@ import io
 import os
 import socket
 import struct
+import tracemalloc
 import zlib
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 from PIL import Image
 
 from halve.errors import DataError
+from halve.sources.data import load_data
 from halve.sources.images import Picture, Pictures, find_pictures
 from tests.pictures import class_folders, encoded, noise, tar_of
 
@@ -215,6 +217,30 @@ def test_several_shards_are_one_data_set(shards, where):
     assert data.class_names == ["n0", "n1", "n2"]
     assert [data[i][1] for i in range(6)] == [0, 0, 1, 0, 2, 0]
     assert np.array_equal(data[5][0], pixels(noise(12)))
+
+
+def test_many_shards_are_read_without_loading_them(tmp_path):
+    """Opening reads the headers of a tar, and a batch reads its own pictures."""
+    shards, each, size = 60, 4, 500_000
+    content = encoded(0, (64, 64), kind="JPEG")
+    content += bytes(size - len(content))  # what follows the end of a JPEG is ignored
+    for shard in range(shards):
+        tar_of(tmp_path / f"{shard:03}.tar", {f"{i}.jpg": content for i in range(each)})
+    total = shards * each * size
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) > total
+    next(iter(load_data(str(tmp_path / "000.tar")).loader))  # imports what reading needs
+    tracemalloc.start()
+    try:
+        data = load_data(str(tmp_path / f"{{000..{shards - 1:03}}}.tar"), batch_size=8, shuffle=True)
+        _, opening = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        images = sum(len(batch) for batch in data.loader)
+        _, reading = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert (data.images, images) == (shards * each, shards * each)
+    assert opening < 0.02 * total
+    assert reading < 0.1 * total
 
 
 def test_a_range_takes_its_shards_only(shards):

@@ -2,8 +2,9 @@
 
 import contextlib
 import gc
+import itertools
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,6 +50,7 @@ class Measurement:
     energy_mj_per_image: float | None = None
     error: str | None = None
     note: str | None = None  # where the system differs from its description
+    round_ms: tuple[float, ...] = ()  # the median of each round; systems of one run share their rounds
     plan: tuple[Entry, ...] = ()  # only of `halve` on a GPU: the kernel of each layer
 
     @property
@@ -67,6 +69,7 @@ def bench(
     systems: Iterable[str] | None = None,
     seconds: float = 0.5,
     on_changed: OnChanged = "warn",
+    before_timing: Callable[[], object] | None = None,
     progress: Progress = True,
 ) -> list[Measurement]:
     """Measure latency, memory and energy of the masked model in several systems.
@@ -97,6 +100,8 @@ def bench(
         systems: names from the list above. Default: all that run on the device.
         seconds: time spent on each system at each batch size, not counting compilation.
         on_changed: what to do if the weights are not those the masks were made for: "warn", "error" or "ignore".
+        before_timing: called when all systems of a batch size are prepared, before they are timed. For processes that
+            share a device: wait here until the others are quiet.
         progress: show progress in terminals and notebooks, or a function such as `tqdm.tqdm` that wraps loops.
 
     Returns:
@@ -140,7 +145,7 @@ def bench(
             memory_format = _to_channels_last_(masked, inputs, dtype)
         for size in sizes:
             case = Case(masked, _batch_of(inputs, size, dtype, memory_format), compiled)
-            found += _measure_batch(case, names, seconds, progress)
+            found += _measure_batch(case, names, seconds, before_timing, progress)
     return found
 
 
@@ -180,7 +185,9 @@ def _to_channels_last_(masked: nn.Module, inputs: tuple[Tensor, ...], dtype: tor
     return torch.contiguous_format
 
 
-def _measure_batch(case: Case, names: list[str], seconds: float, progress: Progress) -> list[Measurement]:
+def _measure_batch(
+    case: Case, names: list[str], seconds: float, before_timing: Callable[[], object] | None, progress: Progress
+) -> list[Measurement]:
     """Measure all systems on one batch."""
     batch, device = case.batch, case.inputs[0].device
     results: dict[str, dict[str, Any]] = {name: {} for name in names}
@@ -196,13 +203,16 @@ def _measure_batch(case: Case, names: list[str], seconds: float, progress: Progr
         except Exception as error:
             results[name] = {"error": first_line(error, _LONGEST_ERROR)}
             _free_memory(device)
+    if before_timing is not None:
+        before_timing()
     burst = burst_timer(device)
     calls = {name: system.call for name, system in prepared.items()}
     times, failed = interleaved(calls, burst, seconds=seconds, progress=progress, what=f"batch {batch}: timing")
     meter = energy_meter(device)
-    for name, all_ms in times.items():
-        p10, median, p90 = (float(ms) for ms in np.percentile(all_ms, (10, 50, 90)))
-        results[name] |= {"median_ms": median, "p10_ms": p10, "p90_ms": p90}
+    for name, rounds in times.items():
+        p10, median, p90 = (float(ms) for ms in np.percentile(list(itertools.chain(*rounds)), (10, 50, 90)))
+        medians = tuple(float(np.median(one)) for one in rounds)
+        results[name] |= {"median_ms": median, "p10_ms": p10, "p90_ms": p90, "round_ms": medians}
         if meter is not None:
             used = energy_mj(calls[name], burst, meter, median)
             results[name]["energy_mj_per_image"] = None if used is None else used / batch

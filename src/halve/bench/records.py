@@ -11,7 +11,14 @@ from halve.bench.bench import Measurement
 from halve.machine import device_name
 from halve.version import VERSION
 
-OPTIONAL = ("images_per_second", "memory_bytes", "energy_mj_per_image", "error", "note")  # omitted if unknown
+OPTIONAL = (
+    "images_per_second",
+    "memory_bytes",
+    "energy_mj_per_image",
+    "error",
+    "note",
+    "round_ms",
+)  # omitted if unknown
 
 
 def records(
@@ -37,6 +44,7 @@ def records(
             "energy_mj_per_image": _rounded(one.energy_mj_per_image, 4),
             "error": one.error,
             "note": one.note,
+            "round_ms": [_rounded(ms, 5) for ms in one.round_ms] or None,
         }
         found.append(record | {key: value for key, value in more.items() if value is not None})
     return found

@@ -49,8 +49,8 @@ def interleaved(
     seconds: float,
     progress: Progress | None = None,
     what: str = "timing",
-) -> tuple[dict[str, list[float]], dict[str, Exception]]:
-    """Time all calls in interleaved rounds; returns the milliseconds of each call, and the errors of those that failed.
+) -> tuple[dict[str, list[list[float]]], dict[str, Exception]]:
+    """Time all calls in interleaved rounds; returns the milliseconds of each round, and the errors of failed calls.
 
     Every call gets about `seconds` in total. The first call of a burst is not counted: it runs on cold caches and an
     idle GPU. Rounds are in random order, since a call that draws more power slows down the one after it.
@@ -59,7 +59,7 @@ def interleaved(
     >>> list(times), failed
     (['short'], {'wrong': ZeroDivisionError('division by zero')})
     """
-    times: dict[str, list[float]] = {name: [] for name in calls}
+    times: dict[str, list[list[float]]] = {name: [] for name in calls}
     failed: dict[str, Exception] = {}
     estimates: dict[str, float] = {}  # milliseconds
     for name, call in calls.items():
@@ -77,7 +77,7 @@ def interleaved(
                 continue
             count = counts[name]
             try:
-                times[name] += burst(calls[name], count + 1)[1:] if count > 1 else burst(calls[name], 1)
+                times[name].append(burst(calls[name], count + 1)[1:] if count > 1 else burst(calls[name], 1))
             except Exception as error:
                 failed[name] = error
     return {name: found for name, found in times.items() if name not in failed}, failed

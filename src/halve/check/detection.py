@@ -80,11 +80,17 @@ def partners(ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], min_score
 def intersection_over_union(one: Tensor, other: Tensor) -> Tensor:
     """The overlap of every box of one set with every box of another, boxes as (left, top, right, bottom).
 
+    Equal boxes overlap by 1, also those without an area, which lie beyond the edge of an image.
+
     >>> intersection_over_union(torch.tensor([[0.0, 0.0, 2.0, 2.0]]), torch.tensor([[1.0, 0.0, 3.0, 2.0]]))
     tensor([[0.3333]])
+    >>> intersection_over_union(*2 * [torch.tensor([[9.0, 0.0, 9.0, 2.0]])])
+    tensor([[1.]])
     """
     low = torch.maximum(one[:, None, :2], other[None, :, :2])
     high = torch.minimum(one[:, None, 2:], other[None, :, 2:])
     both = (high - low).clamp(min=0).prod(2)
     areas = [(boxes[:, 2:] - boxes[:, :2]).clamp(min=0).prod(1) for boxes in (one, other)]
-    return both / (areas[0][:, None] + areas[1][None, :] - both).clamp(min=1e-12)
+    overlap = both / (areas[0][:, None] + areas[1][None, :] - both).clamp(min=1e-12)
+    equal = (one[:, None] == other[None, :]).all(2)
+    return overlap.masked_fill(equal, 1.0)

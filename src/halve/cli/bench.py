@@ -119,6 +119,6 @@ def _row(one: Measurement, dense_ms: float | None) -> tuple[str, ...]:
         f"{one.p10_ms:.3f}-{one.p90_ms:.3f}",
         f"{one.images_per_second:,.0f}",
         "-" if dense_ms is None else f"{dense_ms / one.median_ms:.2f} x",
-        "-" if one.memory_bytes is None else show.size(one.memory_bytes),
+        "-" if one.memory_bytes is None else show.formatted_bytes(one.memory_bytes),
         "-" if one.energy_mj_per_image is None else f"{one.energy_mj_per_image:.2f}",
     )

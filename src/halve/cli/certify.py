@@ -76,6 +76,7 @@ def certify(
     mean: o.Mean = None,
     std: o.Std = None,
     workers: o.Workers = None,
+    loader: o.LoaderOption = "pillow",
     device: o.Device = "auto",
     on_changed: o.OnChanged = "warn",
     force: o.Force = False,
@@ -117,7 +118,7 @@ def certify(
     if reuse is not None:
         proof["reuse"] = reuse if reuse == "radius" else _number("--reuse", reuse)
     # in random order: a folder is sorted by class, and counting may stop early
-    source = opened.data(data, batch=batch, workers=workers, limit=images, shuffle=True)
+    source = opened.data(data, batch=batch, workers=workers, loader=loader, limit=images, shuffle=True)
     certified = opened.model
     if onnx is not None:
         certified, other = halve.load_onnx(onnx, preprocess=opened.normalization), other or opened.model

@@ -58,13 +58,16 @@ def compile(
     )
     path = output.write(lambda to: fast.save(to, force=force))
     if json:
-        show.as_json({"file": str(path), "bytes": path.stat().st_size, "plan": fast.plan.as_json()})
+        about = {"file": str(path), "bytes": path.stat().st_size, "code_bytes": fast.plan.code_bytes}
+        show.as_json(about | {"plan": fast.plan.as_json()})
         return
     for size_, entries in fast.plan.batches.items():
         show_plan(size_, entries)
+    for line in fast.plan.notes():
+        show.say(line)
     for name, reason in fast.plan.uncompiled.items():
         show.note(f"note: {name}: {reason}")
-    show.say(f"{path}: {show.size(path.stat().st_size)}; halve.load_compiled reads it")
+    show.say(f"{path}: {show.formatted_bytes(path.stat().st_size)}; halve.load_compiled reads it")
 
 
 def show_plan(batch: int, entries: Sequence[Entry]) -> None:

@@ -142,7 +142,7 @@ def _show(
     )
     show.say("")
     for name, count in sizes.items():
-        show.say(f"{out / name}  {show.size(count)}")
+        show.say(f"{out / name}  {show.formatted_bytes(count)}")
     show.say(f"verify: {'masks applied, all tensors unchanged' if ok else 'FAILED'}; {seconds:.0f} s in total")
     show.say("")
     show.say(f"Look at {out / 'demo.svg'} in a browser. Next, in {out}:")

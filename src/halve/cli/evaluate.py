@@ -45,6 +45,7 @@ def evaluate(
     mean: o.Mean = None,
     std: o.Std = None,
     workers: o.Workers = None,
+    loader: o.LoaderOption = "pillow",
     device: o.Device = "auto",
     on_changed: o.OnChanged = "warn",
     json: o.Json = False,
@@ -58,7 +59,7 @@ def evaluate(
     """
     opened = o.open_model(model, weights, device, size, resize, mean, std)
     lists = {"lists": True} if task == "detection" else {}
-    source = opened.data(data, batch=batch, workers=workers, limit=images, classes_file=classes, **lists)
+    source = opened.data(data, batch=batch, workers=workers, loader=loader, limit=images, classes_file=classes, **lists)
     # all of them, before anything takes long
     read: dict[str, halve.MaskSet | None] = {str(path): halve.load(path) for path in masks or ()}
     results = {

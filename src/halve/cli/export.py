@@ -81,7 +81,7 @@ def export(
         example = next(iter(opened.data(shown, batch=images, workers=0, limit=images).loader))
     batches = None
     if calibrate is not None:
-        limit = {"limit": calibration_images, "shuffle": True}
+        limit: dict[str, Any] = {"limit": calibration_images, "shuffle": True}
         batches = opened.data(calibrate, batch=32, workers=0, **limit).loader
     if with_preprocess and opened.normalization is None:
         raise OptionError("--with-preprocess: the model's preprocessing is not known; pass --size, --mean and --std")
@@ -101,7 +101,7 @@ def export(
     _show(done.check)
     for note in done.notes:
         show.note(f"note: {note}")
-    show.say(f"{done.path}: {show.size(done.size)}, {done.dtype}; {done.compared}")
+    show.say(f"{done.path}: {show.formatted_bytes(done.size)}, {done.dtype}; {done.compared}")
     if done.quantization is not None:
         _show_quantization(done.quantization)
     _show_commands(done.check)

@@ -39,6 +39,7 @@ def frontier(
     mean: o.Mean = None,
     std: o.Std = None,
     workers: o.Workers = None,
+    loader: o.LoaderOption = "pillow",
     device: o.Device = "auto",
     force: o.Force = False,
     json: o.Json = False,
@@ -60,7 +61,9 @@ def frontier(
         context, start.with_name(f"{start.name}.frontier.svg"), FRONTIER_PICTURE, inputs, force, option="--name"
     )
     opened = o.open_model(model, weights, device, size, resize, mean, std)
-    source = opened.data(data, batch=batch, workers=workers, limit=images, shuffle=True, seed=seed, relabel=True)
+    source = opened.data(
+        data, batch=batch, workers=workers, loader=loader, limit=images, shuffle=True, seed=seed, relabel=True
+    )
     options: dict[str, Any] = {"minutes": minutes, "steps": steps, "target": target, "seed": seed}
     found = halve.frontier(
         opened.model,

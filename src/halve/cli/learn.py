@@ -84,6 +84,7 @@ def learn(
     mean: o.Mean = None,
     std: o.Std = None,
     workers: o.Workers = None,
+    loader: o.LoaderOption = "pillow",
     device: o.Device = "auto",
     force: o.Force = False,
     json: o.Json = False,
@@ -113,7 +114,13 @@ def learn(
         to = Output.open(context, report, REPORT, others, force, option="--report")
         page = LearningPage(to, model, force, log if given["resume"] else None)
     opened = o.open_model(model, weights, device, size, resize, mean, std)
-    reading: dict[str, Any] = {"batch": batch, "workers": workers, "classes_file": classes, "relabel": True}
+    reading: dict[str, Any] = {
+        "batch": batch,
+        "workers": workers,
+        "loader": loader,
+        "classes_file": classes,
+        "relabel": True,
+    }
     source = opened.data(data, **reading, limit=images, shuffle=True, seed=seed)
     if min_agreement is not None:
         _check_validation(source, given["validation"])

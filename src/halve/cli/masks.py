@@ -78,7 +78,7 @@ def inspect(
     show.table(str(path), ("layer", "pattern", ">weights", "blocks", ">kept", "weight digest"), rows)
     bits = 8 * path.stat().st_size / max(masks.weights, 1)
     show.say(
-        f"{kind.name}, {show.size(path.stat().st_size)}, {len(masks)} layers, {masks.weights:,} weights, "
+        f"{kind.name}, {show.formatted_bytes(path.stat().st_size)}, {len(masks)} layers, {masks.weights:,} weights, "
         f"{show.percent(masks.density, 1)} kept, {bits:.2f} bits per weight"
     )
     if masks.statistics:
@@ -128,7 +128,10 @@ def pack(
     if json:
         show.as_json({"file": str(path), "bytes": path.stat().st_size, "dense_bytes": dense, "share": share})
         return
-    show.say(f"{path}: {show.size(path.stat().st_size)}, {show.percent(share, 1)} of the dense {show.size(dense)}")
+    show.say(
+        f"{path}: {show.formatted_bytes(path.stat().st_size)}, {show.percent(share, 1)} of the dense "
+        f"{show.formatted_bytes(dense)}"
+    )
 
 
 def unpack(

@@ -13,8 +13,9 @@ from halve.detectors import takes_lists
 from halve.errors import OptionError, SourceError, first_line
 from halve.masks.file import SUFFIX
 from halve.select.select import SelectOptions
-from halve.sources.data import IMAGENET_MEAN, IMAGENET_STD, Data, Preprocessing, load_data
+from halve.sources.data import Data, load_data
 from halve.sources.models import FORMS, Source, load_model
+from halve.sources.preprocessing import IMAGENET_MEAN, IMAGENET_STD, Preprocessing
 
 Model = Annotated[str, typer.Argument(metavar="MODEL", help=f"{FORMS}.")]
 Weights = Annotated[Path | None, typer.Option(help="Checkpoint for MODEL: .safetensors, .pth, or packed by halve.")]
@@ -53,6 +54,10 @@ Mean = Annotated[str | None, typer.Option(help="Mean of each channel, such as 0.
 Std = Annotated[str | None, typer.Option(help="Standard deviation of each channel (default: ImageNet's).")]
 Workers = Annotated[
     int | None, typer.Option(help="Worker processes that decode images (default: 0 on a CPU, 4 on a GPU).")
+]
+LoaderOption = Annotated[
+    str,
+    typer.Option("--loader", help="What decodes images: pillow, or dali for NVIDIA DALI (pip install 'halve[dali]')."),
 ]
 OnChanged = Annotated[
     str, typer.Option(help="If the weights changed since the masks were made: warn, error or ignore.")
@@ -135,12 +140,12 @@ class Opened:
         channels = 3 if first is None else first.in_channels
         return torch.randn(2, channels, size, size, generator=torch.Generator().manual_seed(0)).to(self.device)
 
-    def data(self, where: str, *, batch: int, workers: int | None, **options: Any) -> Data:
-        """Open images for the model."""
+    def data(self, where: str, *, batch: int, workers: int | None, loader: str = "pillow", **options: Any) -> Data:
+        """Open images for the model; DALI decodes them on its device."""
         if workers is None:
             workers = min(4, os.cpu_count() or 1) if self.device.type == "cuda" else 0
-        options = {"lists": takes_lists(self.model)} | options
-        return load_data(where, self.preprocess, batch_size=batch, workers=workers, **options)
+        given: dict[str, Any] = {"loader": loader, "device": self.device, "lists": takes_lists(self.model)}
+        return load_data(where, self.preprocess, batch_size=batch, workers=workers, **given | options)
 
 
 def open_model(

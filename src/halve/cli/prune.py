@@ -42,6 +42,7 @@ def prune(
     mean: o.Mean = None,
     std: o.Std = None,
     workers: o.Workers = None,
+    loader: o.LoaderOption = "pillow",
     device: o.Device = "auto",
     force: o.Force = False,
     json: o.Json = False,
@@ -59,7 +60,9 @@ def prune(
     opened = o.open_model(model, weights, device, size, resize, mean, std)
     batches = None
     if data is not None:
-        batches = opened.data(data, batch=batch, workers=workers, limit=images, shuffle=True, seed=seed).loader
+        batches = opened.data(
+            data, batch=batch, workers=workers, loader=loader, limit=images, shuffle=True, seed=seed
+        ).loader
     masks = halve.prune(
         opened.model,
         score,

@@ -49,6 +49,7 @@ def report(
     mean: o.Mean = None,
     std: o.Std = None,
     workers: o.Workers = None,
+    loader: o.LoaderOption = "pillow",
     device: o.Device = "auto",
     on_changed: o.OnChanged = "warn",
     force: o.Force = False,
@@ -72,7 +73,7 @@ def report(
         options["export"] = halve.check_onnx(export)
     if model is not None and data is not None:
         opened = o.open_model(model, weights, device, size, resize, mean, std)
-        source = opened.data(data, batch=batch, workers=workers, limit=images, classes_file=classes)
+        source = opened.data(data, batch=batch, workers=workers, loader=loader, limit=images, classes_file=classes)
         options |= {"model": opened.model, "data": source.loader, "class_names": _names(source, classes)}
         options |= {key: _floats(getattr(opened.preprocess, key, None)) for key in ("mean", "std")}
     made = halve.report(masks, **options)
@@ -81,7 +82,7 @@ def report(
         show.as_json({"file": str(path), **made.facts})
         return
     show.say(str(made))
-    show.say(f"{path}: {show.size(path.stat().st_size)}; open it in a browser")
+    show.say(f"{path}: {show.formatted_bytes(path.stat().st_size)}; open it in a browser")
 
 
 def _names(source: Any, classes: Path | None) -> tuple[str, ...] | None:

@@ -16,6 +16,7 @@ from halve.cli.app import COMMANDS, command
 from halve.errors import listed
 from halve.masks.mask import MaskSet
 from halve.select.select import NOT_RUN
+from halve.text import formatted_bytes as formatted_bytes
 from halve.text import printable as printable
 
 OUT, ERR = Console(), Console(stderr=True)
@@ -99,18 +100,6 @@ def interval(ends: Any) -> str:
     return f"{100 * ends[0]:.1f}-{100 * ends[1]:.1f} %" if known else "-"
 
 
-def size(count: int) -> str:
-    """Format a number of bytes.
-
-    >>> size(2_345_678)
-    '2.35 MB'
-    """
-    for unit, scale in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
-        if count >= scale:
-            return f"{count / scale:.2f} {unit}"
-    return f"{count} B"
-
-
 def described(masks: MaskSet, path: Path) -> dict[str, Any]:
     """Describe a mask file that was written, for JSON."""
     about = {"file": str(path), "layers": len(masks), "weights": masks.weights, "density": masks.density}
@@ -121,7 +110,7 @@ def saved(masks: MaskSet, path: Path) -> str:
     """Describe a mask file that was written, in one line."""
     return (
         f"{path}: {len(masks)} layers, {masks.weights:,} weights, {percent(masks.density, 1)} kept, "
-        f"{size(path.stat().st_size)} on disk"
+        f"{formatted_bytes(path.stat().st_size)} on disk"
     )
 
 

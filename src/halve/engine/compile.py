@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from halve.batches import Images, Progress, check_readable, images_of, tracked
 from halve.engine.capture.equivalence import checked
 from halve.engine.capture.guards import Guards
-from halve.engine.capture.partial import CapturedPart, captured_parts, replace_parts_
+from halve.engine.capture.partial import CapturedPart, around_parts, captured_parts, replace_parts_
 from halve.engine.capture.purity import impurity, preserved_buffers
 from halve.engine.compiled import Compiled
 from halve.engine.fuse import fuse
@@ -53,7 +53,7 @@ def compile(
         masks: from `halve.learn`, `halve.prune` or `halve.load`.
         example: images, a tuple of inputs, or a batch such as (images, targets). Sets the device, dtype and shape of
             inputs; the batch size may vary. A list of images, as detectors take it, may have any sizes: the network is
-            compiled in parts then, and the code between them stays eager.
+            compiled in parts then, and the code between them stays eager, in single precision.
         dtype: what is computed in: float16 or bfloat16 for sparse tensor cores. Default: the example's dtype. Outputs
             have the example's dtype.
         batch_sizes: batch sizes to plan and record now, besides the example's (see `Compiled.warmup`).
@@ -128,9 +128,11 @@ def _compiled(
     convert_(masked, exact, pytree.tree_leaves(inputs)[0].device)
     given = pytree.tree_map(lambda x: _cast(x, exact).contiguous(), inputs)  # code that calls `view` on images needs it
     body = _body(masked, given, any_size)
-    _convert_(body.module, dtype)
+    lists = any(isinstance(x, list) for x in inputs)
+    _convert_(body.module, around_parts(dtype) if lists else dtype)
     for part in body.parts.values():
         _convert_(part.graph, dtype)
+        part.dtype = dtype if lists else None
     replace_parts_(body.module, body.parts)
     fast = Compiled(body.module, inputs, dtype, body.uncompiled, body.guards, inductor)
     if body.changes_itself:

@@ -15,8 +15,17 @@ from torch.fx import GraphModule
 from halve.batches import Images, Progress
 from halve.cuda_graphs import autotuned_cudnn
 from halve.engine.capture.guards import Guards
-from halve.engine.inductor import MAX_SECONDS, Bodies, Choice, by_default, choose, compile_body, unavailable
-from halve.engine.join import Join, choose_joins, joined_entries, joined_form, joined_kernels, planned_joins
+from halve.engine.capture.partial import around_parts
+from halve.engine.inductor import MAX_SECONDS, Bodies, Choice, LayerTime, by_default, choose, compile_body, unavailable
+from halve.engine.join import (
+    Join,
+    choose_joins,
+    joined_entries,
+    joined_form,
+    joined_kernels,
+    planned_joins,
+    separated_entries,
+)
 from halve.engine.kernels.kernel import Kernel
 from halve.engine.kernels.registry import FALLBACK, FAMILIES, family_of, no_sparse_kernels
 from halve.engine.layer import Layer
@@ -63,6 +72,7 @@ class Compiled(nn.Module):
         self.example = tuple(_one_image(x) for x in example)
         self.device = first[0].device  # not that of the weights: a graph may have constants on other devices
         self._takes_lists = any(isinstance(x, list) for x in example)  # of images of any sizes
+        self._around = around_parts(dtype)  # what the code between the parts of such a network computes in
         self.inductor = by_default(self.device) if inductor is None else inductor
         self._bodies = Bodies()  # with layers joined, or compiled by Inductor
         self._eager = False
@@ -85,6 +95,19 @@ class Compiled(nn.Module):
     def layers(self) -> list[Layer]:
         """All layers that have a choice of kernels."""
         return [module for module in self.modules() if isinstance(module, Layer)]
+
+    def tensors(self) -> list[Tensor]:
+        """All weights in memory: also those of joined layers, and of what Inductor compiled. Some share storage."""
+        return [*self.parameters(), *self.buffers(), *self._bodies.tensors()]
+
+    @property
+    def code_bytes(self) -> int:
+        """The size of the machine code of all layers on this CPU; 0 on GPUs. Code that layers share counts once.
+
+        Code that has not been emitted yet is emitted now.
+        """
+        codes = {id(code): code.size for layer in self.layers for code in layer.emitted()}
+        return sum(codes.values())
 
     def forward(self, *inputs: Any, **named: Any) -> Any:
         if named:
@@ -114,7 +137,7 @@ class Compiled(nn.Module):
                 if type(outputs) is Tensor
                 else pytree.tree_map_only(Tensor, _without_gaps, outputs)
             )
-        if self.output_dtype == self.dtype:
+        if self.output_dtype == (self._around if self._takes_lists else self.dtype):
             return outputs
         return pytree.tree_map_only(Tensor, self._cast_output, outputs)
 
@@ -135,7 +158,9 @@ class Compiled(nn.Module):
     def cast_input(self, x: Any, planar: bool = False) -> Any:
         """An input in the dtype and memory format that the layers compute in."""
         if isinstance(x, tuple | list):
-            return [self.cast_input(image.clone()) for image in x]  # the network's own code may write to them
+            floating = all(image.is_floating_point() for image in x)
+            dtype = self._around if floating else None
+            return [image.to(dtype=dtype, copy=True) for image in x]  # the network's own code may write to them
         if not isinstance(x, Tensor) or not x.is_floating_point():
             return x
         if x.dim() != 4 or not self._has_layers or planar or x.is_cpu:  # CPU kernels read pixels of a channel in a row
@@ -143,7 +168,7 @@ class Compiled(nn.Module):
         return x.to(self.dtype, memory_format=_NHWC)
 
     def _cast_output(self, y: Tensor) -> Tensor:
-        return y.to(self.output_dtype) if y.dtype == self.dtype else y
+        return y.to(self.output_dtype) if y.dtype in (self.dtype, self._around) else y
 
     def _check(self, inputs: tuple[Any, ...]) -> None:
         if len(inputs) != len(self.input_dtypes):
@@ -221,7 +246,8 @@ class Compiled(nn.Module):
             elif self.device.type == "cuda":
                 self._record(inputs)
             elif self.device.type == "cpu":
-                self._run(*inputs)  # CPU kernels are emitted on first use
+                self._run(*inputs)
+                self.plan.code_bytes = self.code_bytes
 
     def _has_form(self, size: int) -> bool:
         """Whether the plan has a form of the network for this batch size."""
@@ -240,13 +266,13 @@ class Compiled(nn.Module):
         if planned:
             wanted = self.plan.joins.get(size, [])
             joins = planned_joins(body, wanted, sizes, self.device)
-            if lost := len(wanted) - len(joins):
-                self.plan.uncompiled[JOINS] = f"{lost} of {len(wanted)} not used at batch size {size}: no kernel here"
+            if len(joins) < len(wanted):
+                self._lose_joins(size, joins, kernels)
         else:
             joins = [] if self.reason is not None else self.faster_joins(inputs, entries)
         if joins:
             body, used = self.join(inputs, joins), joined_kernels(kernels, joins)
-        compiled = self._compiled(size, body, used, inputs, planned)
+        compiled = self._compiled(size, body, used, inputs, planned, self._layer_time(entries, joins))
         if compiled is None or compiled.run is None:
             self.plan.inductor.pop(size, None)
         else:
@@ -262,6 +288,19 @@ class Compiled(nn.Module):
             self.plan.batches[size] = joined_entries(entries, joins)
         if joins:
             self.plan.joins[size] = [join.planned for join in joins]
+
+    def _lose_joins(self, size: int, found: Sequence[Join], kernels: Mapping[Layer, Kernel]) -> None:
+        """Correct the plan if it has joins that this network or device cannot have: their layers run separately."""
+        wanted = self.plan.joins.pop(size)
+        if size in self.plan.batches:
+            entries = separated_entries(self.plan.batches[size], wanted, kernels)
+            self.plan.batches[size] = joined_entries(entries, found)
+        if found:
+            self.plan.joins[size] = [join.planned for join in found]
+        lost = f"{len(wanted) - len(found)} of {len(wanted)} not used at batch size {size}: no kernel here"
+        before = self.plan.uncompiled.get(JOINS)
+        self.plan.uncompiled[JOINS] = lost if before is None else f"{before}; {lost}"
+        warn(f"slower than planned: {JOINS}: {lost}. Compile the model here to plan again", EngineWarning)
 
     def _layer_sizes(self, inputs: tuple[Tensor, ...]) -> dict[Layer, int]:
         """The input size of each layer that runs on these inputs."""
@@ -299,6 +338,7 @@ class Compiled(nn.Module):
         kernels: Mapping[Layer, Kernel],
         inputs: tuple[Tensor, ...],
         planned: bool,
+        layers: LayerTime | None,
     ) -> Choice | None:
         """What Inductor makes of the network; None if it is not asked, or fails."""
         if not self.inductor or (planned and size not in self.plan.inductor):
@@ -316,10 +356,20 @@ class Compiled(nn.Module):
             except EngineError as error:
                 choice = Choice(kernels, failed=str(error))
         else:
-            choice = choose(body, given, kernels, TimingCache.of(self.device), network_key(body, inputs))
+            choice = choose(body, given, kernels, TimingCache.of(self.device), network_key(body, inputs), layers)
         if choice.failed is not None:
             self.plan.uncompiled[INDUCTOR] = f"not used: {choice.failed}"
         return choice
+
+    def _layer_time(self, entries: Sequence[Entry], joins: Sequence[Join]) -> LayerTime | None:
+        """How long the layers alone take; None on a CPU, where Inductor has faster dense kernels than eager PyTorch."""
+        if self.device.type != "cuda":
+            return None
+        planned = [entry.time_ms for entry in joined_entries(entries, joins)]
+        dense = [entry.dense_ms for entry in entries]
+        return LayerTime(
+            *(None if None in times else sum(ms for ms in times if ms is not None) for times in (planned, dense))
+        )
 
     def _current(self) -> contextlib.AbstractContextManager[object]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
@@ -383,7 +433,7 @@ class Compiled(nn.Module):
             return False
         for layer in self.layers:
             layer.use({1: FALLBACK})
-        self.plan.batches, self.plan.inductor, self.plan.joins = {}, {}, {}
+        self.plan.batches, self.plan.inductor, self.plan.joins, self.plan.code_bytes = {}, {}, {}, 0
         return True
 
     def _adapt(self, before: str | None) -> None:
@@ -396,6 +446,7 @@ class Compiled(nn.Module):
             if now is None and self._sparse_kernels:  # none if it was loaded from a file of a device without them
                 for layer, kernels in zip(self.layers, self._sparse_kernels, strict=True):
                     layer.use(kernels)
+                self.plan.code_bytes = self.code_bytes
 
     def use_plan_of(self, other: "Compiled") -> None:
         """Copy the plan of another network with the same layers."""
@@ -429,7 +480,7 @@ class Compiled(nn.Module):
 
     def fall_back(self, reason: str) -> "Compiled":
         """Switch all layers to dense kernels, with a warning."""
-        self.plan.dense = reason
+        self.plan.dense, self.plan.code_bytes = reason, 0
         self._sparse_kernels = [dict(layer.kernels) for layer in self.layers]
         for layer in self.layers:
             layer.use({1: FALLBACK})
@@ -470,6 +521,7 @@ def load(path: str | Path, device: str | torch.device | None = None) -> Compiled
         fast.fall_back(reason)
     if fast.device.type == "cuda" or fast.plan.inductor or dropped:
         fast.warmup(planned[-MAX_RECORDINGS:])  # only compiled and recorded, unless the plan was dropped
+    fast.plan.code_bytes = fast.code_bytes  # emits it: the file has none
     return fast
 
 

@@ -6,12 +6,17 @@ never part of a saved network.
 """
 
 import contextlib
+import copy
+import math
 import os
 import shutil
+import sys
 import time
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -33,6 +38,7 @@ from halve.outputs import relative_error
 
 _TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 1e-1}  # of outputs, relative to the eager network's; otherwise 1e-3
 MAX_SECONDS = 300.0  # of compiling for one network; what begins before is finished
+LEAST_SHARE = 0.03  # of the network's time between its layers: for less, Inductor is not tried
 Run = Callable[..., Any]
 
 
@@ -44,8 +50,15 @@ class CompiledBody:
     again goes through its checks: another number of threads, autocast, subclasses of tensors.
     """
 
-    def __init__(self, checked: Run, code: "_Code | None" = None) -> None:
-        self._checked, self._code = checked, code
+    def __init__(self, checked: Run, code: "_Code | None" = None, module: nn.Module | None = None) -> None:
+        """Make it callable.
+
+        Args:
+            checked: the network as Dynamo calls it.
+            code: what Inductor made of it. Default: always go through Dynamo's checks.
+            module: owns the weights. Default: none.
+        """
+        self._checked, self._code, self.module = checked, code, module
         self._threads = torch.get_num_threads()
 
     def __call__(self, *inputs: Tensor) -> Any:
@@ -100,6 +113,11 @@ def _place(tensor: Any, among: Sequence[Any]) -> int:
 class Bodies(dict[Any, Run]):
     """Forms of a network by input shape: layers joined, or compiled. Copies of a network have none yet."""
 
+    def tensors(self) -> list[Tensor]:
+        """The tensors of all forms, which they may share with the network."""
+        modules = (form if isinstance(form, nn.Module) else getattr(form, "module", None) for form in self.values())
+        return [x for module in modules if module is not None for x in (*module.parameters(), *module.buffers())]
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "Bodies":
         return Bodies()
 
@@ -130,8 +148,41 @@ class Choice:
     failed: str | None = None  # why Inductor could not compile the network
 
 
+@dataclass(frozen=True)
+class LayerTime:
+    """Milliseconds of all layers together, each timed alone: on the planned kernels, and on the fastest of libraries.
+
+    None if not all of them were timed.
+    """
+
+    planned_ms: float | None
+    dense_ms: float | None
+
+    def hopeless(self, network_ms: float) -> set[str]:
+        """The forms that cannot be faster than the network as planned, so that minutes of compiling are saved.
+
+        Inductor only speeds up what lies between the layers. If all layers are dense, they alone take `dense_ms`.
+
+        >>> LayerTime(planned_ms=0.99, dense_ms=1.6).hopeless(network_ms=1.0) == {"inductor", "inductor dense"}
+        True
+        >>> LayerTime(planned_ms=0.6, dense_ms=0.7).hopeless(network_ms=1.0)
+        set()
+        """
+        found = set()
+        if self.planned_ms is not None and network_ms - self.planned_ms < LEAST_SHARE * network_ms:
+            found.add("inductor")
+        if self.dense_ms is not None and self.dense_ms > network_ms:
+            found.add("inductor dense")
+        return found
+
+
 def choose(
-    body: GraphModule, inputs: tuple[Tensor, ...], kernels: Mapping[Layer, Kernel], cache: TimingCache, key: str | None
+    body: GraphModule,
+    inputs: tuple[Tensor, ...],
+    kernels: Mapping[Layer, Kernel],
+    cache: TimingCache,
+    key: str | None,
+    layers: LayerTime | None = None,
 ) -> Choice:
     """Time the network as planned against itself compiled by Inductor, and against Inductor with all layers dense.
 
@@ -141,6 +192,7 @@ def choose(
         kernels: the planned kernel of each layer for these inputs.
         cache: earlier timings.
         key: cache key of the network. Default: do not cache.
+        layers: how long the layers alone take. Forms that cannot be faster by that are not compiled. Default: unknown.
     """
     device = inputs[0].device
     dense = dict.fromkeys(kernels, FALLBACK)
@@ -151,14 +203,17 @@ def choose(
     seconds, runs = 0.0, {}
     if known is None:
         calls: dict[str, Callable[[], Any]] = {"eager": partial(body, *inputs)}
+        hopeless = set() if layers is None else layers.hopeless(measure(calls, device)["eager"])
         for name, chosen in candidates.items():
+            if name in hopeless:
+                continue
             try:
                 runs[name], took = compile_body(body, chosen, inputs)
             except EngineError as error:
                 return Choice(kernels, failed=str(error))
             seconds += took
             calls[name] = partial(runs[name], *inputs)
-        times = measure(calls, device)
+        times = dict.fromkeys(hopeless, math.inf) | measure(calls, device)
         if key is not None:
             cache.put(key, {one: times[name] for one, name in ids.items()})
             cache.save()
@@ -196,14 +251,14 @@ def compile_body(
 
     expected = visit(layers, partial(body, *inputs), note)
     fixed = joined(body, kernels, shapes)
-    fixed = GraphModule(fixed, fixed.graph)  # a copy: its layers are replaced
+    fixed = GraphModule(fixed, copy.deepcopy(fixed.graph))  # its layers are replaced; a graph holds its module
     for name, layer in [*fixed.named_modules()]:
         if isinstance(layer, Layer):
             fixed.set_submodule(name, _Fixed(layer, kernels.get(layer, FALLBACK)))
     fixed.requires_grad_(False).eval()
     # Recordings are ours. Tracing reads whether weights are constants from the global setting.
     options: dict[str, Any] = {"triton.cudagraphs": False, "freezing": True}
-    compiled: list[_Code] = []
+    compiled: list[_Code | None] = []
 
     def backend(graph: GraphModule, examples: Sequence[Any]) -> Run:
         from torch._inductor.compile_fx import compile_fx
@@ -218,6 +273,7 @@ def compile_body(
 
         return run
 
+    before = _generated_modules()
     try:
         with _settings(), torch.no_grad():
             run = torch.compile(fixed, dynamic=False, fullgraph=True, backend=backend)
@@ -225,8 +281,37 @@ def compile_body(
     except Exception as error:  # compilers of several kinds: Dynamo, Triton, C++
         raise EngineError(f"Inductor cannot compile the network: {first_line(error)}") from error
     _check(outputs, expected)
-    direct = [code for code in compiled if code.bind(tuple(inputs), outputs) and all(x.is_cpu for x in inputs)]
-    return CompiledBody(run, direct[0] if direct else None), time.perf_counter() - started
+    code = compiled[0] if compiled else None
+    compiled[:] = [None]  # Dynamo holds backends forever, and this one holds the list
+    direct = code is not None and code.bind(tuple(inputs), outputs) and all(x.is_cpu for x in inputs)
+    found = CompiledBody(run, code if direct else None, fixed)
+    made = [module for name, module in _generated_modules().items() if name not in before]
+    weakref.finalize(found, _forget, made)
+    return found, time.perf_counter() - started
+
+
+def _generated_modules() -> dict[int, ModuleType]:
+    """The modules that Inductor has generated and holds, by their id. Frozen weights are their attributes.
+
+    Other versions of PyTorch may hold them elsewhere: none are found then, and none forgotten.
+    """
+    from torch._inductor.codecache import PyCodeCache
+
+    shared = {id(module) for module in getattr(PyCodeCache, "modules_no_attr", {}).values()}
+    return {id(module): module for module in getattr(PyCodeCache, "modules", []) if id(module) not in shared}
+
+
+def _forget(modules: Sequence[ModuleType]) -> None:
+    """Make Inductor forget modules of a network that is gone, as it would hold their weights forever."""
+    from torch._inductor.codecache import PyCodeCache
+
+    if not modules:
+        return
+    gone = {id(module) for module in modules}
+    PyCodeCache.modules[:] = [module for module in PyCodeCache.modules if id(module) not in gone]
+    for module in modules:
+        if sys.modules.get(module.__name__) is module:
+            del sys.modules[module.__name__]
 
 
 class _Fixed(nn.Module):

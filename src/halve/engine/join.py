@@ -30,6 +30,7 @@ from halve.engine.plan import Entry, Jobs, PlannedJoin, compilations, compile_al
 from halve.engine.timing import measure
 from halve.engine.timing_cache import TimingCache, kernel_id
 
+_AND = " + "  # between the names of joined layers
 _STRIDES = ((1, 1), (2, 2))  # of a shortcut
 Nodes = Mapping[torch.nn.Module, Node]  # the call of each layer in a graph
 
@@ -68,7 +69,7 @@ class Pair(ABC):
 
     def joined(self) -> Layer:
         """One layer that computes both."""
-        return Layer(f"{self.layer.name} + {self.other.name}", self.operation, self.tensors())
+        return Layer(f"{self.layer.name}{_AND}{self.other.name}", self.operation, self.tensors())
 
 
 @dataclass(frozen=True)
@@ -248,6 +249,27 @@ def joined_entries(entries: Sequence[Entry], joins: Sequence[Join]) -> list[Entr
         for other in others[name]:
             changed[other] = common | {"time_ms": 0.0, "reason": f"in the kernel of {name}"}
     return [replace(entry, **changed.get(entry.layer, {})) for entry in entries]
+
+
+def separated_entries(
+    entries: Sequence[Entry], joins: Sequence[PlannedJoin], kernels: Mapping[Layer, Kernel]
+) -> list[Entry]:
+    """The entries of a plan with these layers on kernels of their own again, whose times are not known."""
+    used = {layer.name: kernel for layer, kernel in kernels.items()}
+    apart = {name for join in joins for both in (join.layer, join.other) for name in both.split(_AND)} & used.keys()
+    reason = "planned in one kernel with its neighbour, which is not used here"
+    return [
+        replace(
+            entry,
+            kernel=str(used[entry.layer]),
+            sparse=family_of(used[entry.layer]).sparse,
+            time_ms=None,
+            reason=reason,
+        )
+        if entry.layer in apart
+        else entry
+        for entry in entries
+    ]
 
 
 def pairs_with_shortcut(body: GraphModule) -> Iterator[Pair]:

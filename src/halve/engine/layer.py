@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from halve.engine.kernels import op
-from halve.engine.kernels.kernel import Kernel, Piece
+from halve.engine.kernels.kernel import Emitted, Kernel, Piece
 from halve.engine.kernels.registry import FALLBACK, FAMILIES, family_of, kernels_for
 from halve.engine.operations import MaxPool, Operation
 
@@ -102,6 +102,14 @@ class Layer(nn.Module):
     def sparse_kernels(self, device: torch.device) -> list[Kernel]:
         """The sparse kernels that can run this layer on a device."""
         return [kernel for kernel in self.available_kernels(device) if family_of(kernel).sparse]
+
+    def emitted(self) -> list[Emitted]:
+        """The machine code of the kernels that the layer uses, for those that emit it."""
+        codes = (
+            family_of(kernel).emitted(self.packed(kernel.family), self.operation, kernel.variant)
+            for kernel in dict.fromkeys(self.kernels.values())
+        )
+        return [code for code in codes if code is not None]
 
     def hold(self, kernels: Iterable[Kernel]) -> None:
         """Keep exactly the packed tensors that these kernels need."""

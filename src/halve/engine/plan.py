@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -16,10 +17,11 @@ from halve.engine.kernels.registry import FALLBACK, family_of
 from halve.engine.layer import Layer
 from halve.engine.timing import measure
 from halve.engine.timing_cache import TimingCache, kernel_id, layer_key
+from halve.engine.turns import turn
 from halve.errors import EngineError
 from halve.markup import table, text
 from halve.outputs import relative_error
-from halve.text import aligned
+from halve.text import aligned, formatted_bytes
 
 _TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}  # relative error that a kernel may have; 1e-3 in other dtypes
 COLUMNS = ("layer", "shape", "kernel", "ms", "dense ms", "our dense ms", "sparse ms", "reason")
@@ -64,7 +66,8 @@ class Plan:
 
     `uncompiled` lists what falls back to eager, and why. `dense` says why no layer runs sparse, if none can. `inductor`
     has the batch sizes at which Inductor compiles what lies between the layers, and the seconds that compiling took.
-    `joins` has the layers that run in one kernel, by batch size.
+    `joins` has the layers that run in one kernel, by batch size. `code_bytes` is the size of the machine code that was
+    emitted for this CPU, counted once where layers share it; 0 on GPUs. It is not part of files.
 
     >>> entry = Entry("fc", "4>2 at 1", "mma_sp 64x64", True, 0.004, 0.006, 0.005, 0.004, "fastest")
     >>> print(Plan({1: [entry]}, {}))
@@ -78,6 +81,7 @@ class Plan:
     dense: str | None = None
     inductor: dict[int, float] = field(default_factory=dict)
     joins: dict[int, list[PlannedJoin]] = field(default_factory=dict)
+    code_bytes: int = 0
 
     def __iter__(self) -> Iterator[Entry]:
         return (entry for entries in self.batches.values() for entry in entries)
@@ -107,6 +111,10 @@ class Plan:
         """What the table's title says about the operations between the layers."""
         return f", the rest compiled by Inductor in {self.inductor[batch]:.0f} s" if batch in self.inductor else ""
 
+    def notes(self) -> list[str]:
+        """What there is to say beside the tables."""
+        return [f"machine code: {formatted_bytes(self.code_bytes)}"] if self.code_bytes else []
+
     def _repr_html_(self) -> str:
         """A table for each batch size, for notebooks."""
         heads = [f">{head}" if head.endswith("ms") else head for head in COLUMNS]
@@ -123,7 +131,7 @@ class Plan:
             tables.insert(0, f"<p>all layers dense: {text(self.dense)}</p>")
         if self.uncompiled:
             tables.append(table("not compiled", ("name", "reason"), list(self.uncompiled.items())))
-        return "".join(tables)
+        return "".join([*tables, *(f"<p>{text(note)}</p>" for note in self.notes())])
 
     def __str__(self) -> str:
         lines = [] if self.dense is None else [f"all layers dense: {self.dense}"]
@@ -132,7 +140,7 @@ class Plan:
             lines.append(f"batch {batch}, {sparse} of {len(entries)} layers sparse{self.rest(batch)}")
             rows = [COLUMNS, *(entry.cells() for entry in entries)]
             lines += aligned(rows)
-        lines += [f"{name}: {reason}" for name, reason in self.uncompiled.items()]
+        lines += [*self.notes(), *(f"{name}: {reason}" for name, reason in self.uncompiled.items())]
         return "\n".join(lines)
 
 
@@ -386,7 +394,9 @@ def _measured(layer: Layer, inputs: list[Tensor], kernels: list[Kernel], device:
     for kernel in kernels:
         given = family_of(kernel).laid_out(inputs, layer.operation)
         try:
-            got = layer.run(given, kernel)
+            # cuDNN times its own algorithms when a shape runs for the first time.
+            with turn(device) if family_of(kernel).library else nullcontext():
+                got = layer.run(given, kernel)
         except (RuntimeError, ValueError) as error:
             if isinstance(error, EngineError | torch.OutOfMemoryError) or "ALLOC" in str(error):
                 retry_later.add(kernel)

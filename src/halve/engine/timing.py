@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 import torch
 
 from halve.cuda_graphs import record
+from halve.engine.turns import turn
 
 _TARGET_MS, _MAX_REPETITIONS = 0.3, 40  # of one measurement
 
@@ -22,9 +23,10 @@ def measure(calls: Mapping[str, Callable[[], object]], device: torch.device, rou
     """
     timers = {name: (_on_gpu if device.type == "cuda" else _on_cpu)(call, device) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
-    for _ in range(rounds):
-        for name, timer in timers.items():
-            times[name].append(timer())
+    with turn(device):
+        for _ in range(rounds):
+            for name, timer in timers.items():
+                times[name].append(timer())
     summary = statistics.median if device.type == "cuda" else min
     return {name: summary(found) for name, found in times.items()}
 

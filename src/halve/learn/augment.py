@@ -14,8 +14,13 @@ MIXED = 0.3  # share of images that are blended with another image
 PASTED = 0.3  # share of images with a patch of another image
 
 
-def augmented(images: Tensor, generator: torch.Generator) -> Tensor:
+def augmented(images: Tensor, generator: torch.Generator, mixed: bool = True) -> Tensor:
     """Return augmented images of the same shape, (n, channels, height, width).
+
+    Args:
+        images: The images.
+        generator: Random numbers, on the images' device.
+        mixed: Also mix images with each other; labels would not hold any more. Default: True.
 
     >>> images = torch.rand(4, 3, 32, 32)
     >>> augmented(images, torch.Generator().manual_seed(0)).shape
@@ -23,7 +28,7 @@ def augmented(images: Tensor, generator: torch.Generator) -> Tensor:
     """
     small = min(images.shape[2:]) < _SMALL
     images = _shifted(images, generator) if small else _cropped(images, generator)
-    return _pasted(_blended(images, generator), generator)
+    return _pasted(_blended(images, generator), generator) if mixed else images
 
 
 def _uniform(images: Tensor, generator: torch.Generator, *shape: int) -> Tensor:

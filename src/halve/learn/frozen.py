@@ -76,10 +76,9 @@ class FrozenNorm(torch.autograd.Function):
 
 def _sums(grad: Tensor, x: Tensor, mean: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor]:
     """The gradients of scale and shift: sums over all positions, in the precision of the statistics."""
-    if grad.is_cuda and x.dim() == 4:  # one pass over both tensors; SyncBatchNorm uses this kernel
-        last = x.is_contiguous(memory_format=torch.channels_last)
-        format_ = torch.channels_last if last else torch.contiguous_format
-        grad, x = grad.contiguous(memory_format=format_), x.contiguous(memory_format=format_)
+    if grad.is_cuda and x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
+        # One pass over both tensors: a kernel of SyncBatchNorm. On contiguous bfloat16 its sums are off by 0.3 %.
+        grad = grad.contiguous(memory_format=torch.channels_last)
         found = torch.batch_norm_backward_reduce(grad, x, mean, inverse, inverse, True, True, True)
         return found[2], found[3]
     axes = [axis for axis in range(x.dim()) if axis != 1]

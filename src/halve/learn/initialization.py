@@ -20,6 +20,7 @@ from halve.prune.score import LayerScores, Score, ScoreFunction, ScoreInputs
 from halve.prune.scores import SCORES, score_of
 from halve.select.select import Choice, SelectOptions, masked_weights, select
 
+_LEAD = 8  # the lead of a mask to start from is alpha over this
 Start = str | ScoreFunction | MaskSet
 
 
@@ -160,15 +161,29 @@ def initial_sampler(
     """Return a sampler whose logits favour what the start keeps, in the given channel orders."""
     start, weights, choices = settings.start, layers.weights, orders.choices(layers)
     if isinstance(start, MaskSet):
-        return Sampler(choices, weights, _kept(start, choices, weights), settings.alpha / 4)
+        return _near(_kept(start, choices, weights), choices, weights, settings.alpha)
     score = _score_of(start)
     if score is None:
         return _random_sampler(choices, weights, settings.seed)
     if found is None or (search is not None and score.search_score is not None):  # orders were searched by another
         found = _compute(score, inputs, choices, weights, settings.seed)
-    sharpness = settings.alpha / 4 if score.whole_masks else settings.alpha
     here = {name: value.to(weights[name].device) for name, value in found.by_layer.items()}
-    return Sampler(choices, weights, here, sharpness)
+    if score.whole_masks:
+        return _near(here, choices, weights, settings.alpha)
+    return Sampler(choices, weights, here, settings.alpha)
+
+
+def _near(
+    kept: Mapping[str, Tensor], choices: Sequence[Choice], weights: Mapping[str, Tensor], alpha: float
+) -> Sampler:
+    """A sampler that starts at a mask, 1 for what it keeps: its codes are a little ahead of what the magnitudes favour.
+
+    A mask alone says nothing about which of the other codes is the next best, and each would have to catch up with an
+    equal lead: in a short run none does.
+    """
+    sampler = Sampler(choices, weights, {name: weight.abs() for name, weight in weights.items()}, alpha)
+    sampler.favour_(kept, alpha / _LEAD)
+    return sampler
 
 
 def _score_of(start: Start) -> Score | None:
@@ -202,7 +217,7 @@ def _random_sampler(choices: Sequence[Choice], weights: Mapping[str, Tensor], se
 
 
 def _kept(masks: MaskSet, choices: Sequence[Choice], weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """1 where the masks keep, 0 elsewhere: a code's logit grows with its overlap with the mask."""
+    """1 where the masks keep, 0 elsewhere."""
     result = {}
     for choice in choices:
         mask = masks.get(choice.name)

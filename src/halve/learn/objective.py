@@ -51,11 +51,14 @@ def distill_outputs(views: Views) -> Tensor:
     images do not show, so that the masks generalise to other images. The class axis is axis 1 of (n, classes) and
     (n, classes, height, width), and the last axis of (n, positions, classes).
     """
-    theirs = _dense_output(views).float()
-    ours = views.output.float()
+    ours, theirs = views.output.float(), _dense_output(views).float()
     axis = _class_axis(ours)
     if axis is not None:
         ours, theirs = (scores - scores.mean(axis, keepdim=True) for scores in (ours, theirs))
+    return _output_error(ours, theirs)
+
+
+def _output_error(ours: Tensor, theirs: Tensor) -> Tensor:
     difference, scale = ((x.flatten(1) if x.dim() > 1 else x[:, None]).square().sum(1) for x in (ours - theirs, theirs))
     return OUTPUT_WEIGHT * (difference / scale.clamp(min=1e-12)).mean()
 
@@ -120,8 +123,8 @@ def _squares(x: Tensor) -> Tensor:
 
 
 def distill_outputs_and_features(views: Views) -> Tensor:
-    """Outputs and features together."""
-    return distill_outputs(views) + distill_features(views)
+    """Outputs and features together. Outputs need not be class scores: an offset that all of them share counts, too."""
+    return _output_error(views.output.float(), _dense_output(views).float()) + distill_features(views)
 
 
 def distill_auto(views: Views) -> Tensor:
@@ -130,7 +133,7 @@ def distill_auto(views: Views) -> Tensor:
     Features and scores lead to good masks quickly and from few images. Probabilities show which classes are confused,
     but say little about classes that are not in the batch. Only outputs of shape (n, classes) count as class scores.
     """
-    guide = distill_outputs_and_features(views)
+    guide = distill_outputs(views) + distill_features(views)
     if views.output.dim() != 2 or views.output.shape[1] < 2:
         return guide
     shown = _share_of_classes(_dense_output(views))

@@ -67,6 +67,16 @@ class Sampler(nn.Module):
             parts.append((alpha * relative(score) @ self._table(index).T).flatten())
         self.logits = nn.Parameter(torch.cat(parts))
 
+    @torch.no_grad()
+    def favour_(self, scores: Mapping[str, Tensor], lead: float) -> None:
+        """Put the best code of each block, by these scores, ahead of all others by `lead`."""
+        for index, (family, logits) in enumerate(zip(self.families, self.split(self.logits), strict=True)):
+            layers = zip(family.names, family.layouts, strict=True)
+            score = torch.cat([layout.to_blocks(scores[name].float()).flatten(0, 1) for name, layout in layers])
+            forbidden = self.get_buffer(f"forbidden{index}")
+            best = (score @ self._table(index).T + (forbidden if forbidden.numel() else 0)).argmax(1, keepdim=True)
+            logits.scatter_(1, best, logits.amax(1, keepdim=True) + lead)
+
     def extend_(self, size: int) -> None:
         """Learn more numbers beside the logits, which start at zero."""
         self.logits = nn.Parameter(torch.cat([self.logits.detach(), self.logits.new_zeros(size)]))

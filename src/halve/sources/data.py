@@ -1,56 +1,20 @@
-"""Datasets by name: image folders, WebDataset tars, built-in digits and letters; and how images become tensors."""
+"""Datasets by name: image folders, WebDataset tars, built-in digits and letters."""
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args
 
 import torch
-from PIL import Image
-from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Subset, default_collate
 
 from halve.errors import DataError, OptionError, listed
-from halve.sources.images import Pictures, find_pictures
+from halve.sources.images import Pictures, different_sizes, find_pictures
+from halve.sources.preprocessing import Preprocessing
 
-IMAGENET_MEAN = (0.485, 0.456, 0.406)
-IMAGENET_STD = (0.229, 0.224, 0.225)
-
-
-@dataclass(frozen=True)
-class Preprocessing:
-    """Turn an image into a normalised tensor, optionally resized and centre-cropped.
-
-    Args:
-        size: Crop the centre square of this many pixels (default: no crop).
-        resize: First resize the shorter side to this many pixels (default: `size`).
-        mean: Mean of each channel, after scaling to 0..1. Default: ImageNet's.
-        std: Standard deviation of each channel. Default: ImageNet's.
-    """
-
-    size: int | None = None
-    resize: int | None = None
-    mean: tuple[float, ...] = IMAGENET_MEAN
-    std: tuple[float, ...] = IMAGENET_STD
-
-    def __post_init__(self) -> None:
-        if self.resize is not None and self.size is None:
-            raise OptionError("--resize needs --size, the square that is cropped from the resized image")
-        if any(value is not None and value < 1 for value in (self.size, self.resize)):
-            raise OptionError(f"--size and --resize must be at least 1 pixel, got {self.size} and {self.resize}")
-        if len(self.mean) != 3 or len(self.std) != 3 or min(self.std) <= 0:
-            raise OptionError(
-                f"mean and std must be three numbers each, and std positive; got {self.mean} and {self.std}"
-            )
-
-    def __call__(self, image: Image.Image) -> Tensor:
-        from torchvision.transforms import functional as TF
-
-        if self.size is not None:
-            image = TF.center_crop(TF.resize(image, self.resize or self.size), [self.size, self.size])
-        tensor: Tensor = TF.normalize(TF.to_tensor(image), self.mean, self.std)
-        return tensor
+Loader = Literal["pillow", "dali"]
+Decode = Callable[[Iterable[Any]], Iterable[Any]]  # batches of encoded images to batches of tensors
 
 
 @dataclass(frozen=True)
@@ -75,6 +39,8 @@ def load_data(
     classes_file: str | Path | None = None,
     relabel: bool = False,
     lists: bool = False,
+    loader: Loader = "pillow",
+    device: torch.device | str = "cpu",
 ) -> Data:
     """Load images from a folder, from tars, or the built-in digits and letters.
 
@@ -89,7 +55,12 @@ def load_data(
         classes_file: A text file that names the class folder of each of the model's outputs, one per line.
         relabel: Use these outputs as labels. Default: False.
         lists: Batches are lists of images of any sizes, without labels, as detectors take them. Default: False.
+        loader: What decodes the images of folders and tars: "pillow", or "dali" for NVIDIA DALI (`halve[dali]`), with
+            as many threads as `workers`. Default: "pillow".
+        device: Where DALI decodes JPEG and leaves the batches. Default: "cpu".
     """
+    if loader not in get_args(Loader):
+        raise OptionError(f"loader must be one of {listed(get_args(Loader))}, got {loader!r}")
     if batch_size < 1 or (limit is not None and limit < 1) or workers < 0:
         raise OptionError(
             f"batch size and limit must be at least 1 and workers at least 0; got {batch_size}, {limit} and {workers}"
@@ -97,6 +68,9 @@ def load_data(
     if not where:
         raise DataError("no images given: name a folder, a .tar, 'digits' or 'letters'")
     dataset: Dataset[Any]
+    decode: Decode | None = None
+    if loader == "dali" and where.partition(":")[0] in ("digits", "letters"):
+        raise OptionError(f"--loader dali reads image folders and tars; {where} has no files to decode")
     if where == "digits" or where.startswith("digits:"):
         from halve.sources.digits import digits
 
@@ -107,23 +81,31 @@ def load_data(
         dataset, names = letters(where.partition(":")[2] or "test"), NAMES
     else:
         pictures, found = find_pictures(where)
-        dataset, names = Pictures(pictures, found, preprocess or Preprocessing()), tuple(found)
+        names = tuple(found)
+        if loader == "dali":
+            from halve.sources.dali import Decoder, EncodedPictures, steps_of
+
+            steps = steps_of(preprocess or Preprocessing())
+            dataset = EncodedPictures(pictures, steps)
+            decode = Decoder(steps, batch_size, workers, torch.device(device), lists)
+        else:
+            dataset = Pictures(pictures, found, preprocess or Preprocessing())
     generator = torch.Generator().manual_seed(seed)
     total = len(dataset)
     if limit is not None and limit < total:
         dataset = Subset(dataset, torch.randperm(total, generator=generator)[:limit].sort().values.tolist())
         total = limit
-    loader = DataLoader(
+    batches = DataLoader(
         _Guarded(dataset),
         batch_size,
         shuffle=shuffle,
         generator=generator,
         num_workers=workers,
-        collate_fn=_listed if lists else _collate,
+        collate_fn=_listed if lists or decode else _collate,
         persistent_workers=workers > 0,
     )
     classes = None if classes_file is None else _classes(names, Path(classes_file), where)
-    return Data(Batches(loader, classes if relabel and not lists else None), total, names, classes)
+    return Data(Batches(batches, classes if relabel and not lists else None, decode), total, names, classes)
 
 
 @dataclass(frozen=True)
@@ -150,24 +132,34 @@ class _Guarded(Dataset[Any]):
 
 
 class Batches:
-    """A DataLoader that raises a plain `DataError` for a broken image, not a traceback from a worker process."""
+    """A DataLoader that raises a plain `DataError` for a broken image, not a traceback from a worker process.
 
-    def __init__(self, loader: DataLoader[Any], outputs: Sequence[int] | None = None) -> None:
-        self.loader, self._given = loader, outputs
+    With `decode`, the DataLoader reads encoded images, and its batches are decoded here.
+    """
+
+    def __init__(
+        self, loader: DataLoader[Any], outputs: Sequence[int] | None = None, decode: Decode | None = None
+    ) -> None:
+        self.loader, self._given, self._decode = loader, outputs, decode
         self._outputs = None if outputs is None else torch.tensor(outputs)
 
     def around(self, loader: DataLoader[Any]) -> "Batches":
         """The same for another DataLoader; `halve.learn` reads other images of the dataset by it."""
-        return Batches(loader, self._given)
+        return Batches(loader, self._given, self._decode)
 
     def __len__(self) -> int:
         return len(self.loader)
 
     def __iter__(self) -> Iterator[Any]:
+        read = self._read()
+        for batch in read if self._decode is None else self._decode(read):
+            yield batch if self._outputs is None else (batch[0], self._outputs[batch[1]])
+
+    def _read(self) -> Iterator[Any]:
         for batch in self.loader:
             if isinstance(batch, _Broken):
                 raise DataError(batch.reason)
-            yield batch if self._outputs is None else (batch[0], self._outputs[batch[1]])
+            yield batch
 
 
 def _collate(items: Sequence[Any]) -> Any:
@@ -176,9 +168,7 @@ def _collate(items: Sequence[Any]) -> Any:
         return broken
     shapes = {tuple((item[0] if isinstance(item, tuple) else item).shape) for item in items}
     if len(shapes) > 1:
-        return _Broken(
-            f"a batch has images of different sizes: {listed(sorted(shapes), 4)}; --size N crops all to one size"
-        )
+        return _Broken(different_sizes(shapes))
     return default_collate(list(items))
 
 

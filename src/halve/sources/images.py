@@ -7,7 +7,8 @@ import os
 import re
 import stat
 import tarfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
@@ -31,6 +32,11 @@ class Picture:
     size: int | None = None
     name: str = ""
 
+    @property
+    def where(self) -> str:
+        """The file, and the name inside of a tar."""
+        return f"{self.path}{':' + self.name if self.name else ''}"
+
     def read(self) -> bytes:
         # A picture may have become a pipe since it was listed: opening that would wait for a writer.
         with open(os.open(self.path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb") as file:
@@ -53,19 +59,24 @@ class Pictures(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         picture = self.pictures[index]
-        where = f"{picture.path}{':' + picture.name if picture.name else ''}"
-        try:
-            with Image.open(io.BytesIO(picture.read())) as image:
-                decoded = as_rgb(image)
-        except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-            why = "unknown format" if isinstance(error, UnidentifiedImageError) else error
-            raise DataError(f"{where} is not a readable image: {why}") from error
+        with reading(picture), Image.open(io.BytesIO(picture.read())) as image:
+            decoded = as_rgb(image)
         try:
             result = self.transform(decoded)
         except Exception as error:  # the model's or the user's preprocessing may raise anything
-            what = f"preprocessing failed on {where} ({decoded.width}x{decoded.height} pixels)"
+            what = f"preprocessing failed on {picture.where} ({decoded.width}x{decoded.height} pixels)"
             raise DataError(f"{what}: {first_line(error)}") from error
         return result if picture.label is None else (result, picture.label)
+
+
+@contextmanager
+def reading(picture: Picture) -> Iterator[None]:
+    """Raise a `DataError` that names the picture if it cannot be read or decoded."""
+    try:
+        yield
+    except (UnidentifiedImageError, OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
+        why = "unknown format" if isinstance(error, UnidentifiedImageError) else error
+        raise DataError(f"{picture.where} is not a readable image: {why}") from error
 
 
 def as_rgb(image: Image.Image) -> Image.Image:
@@ -84,6 +95,11 @@ def as_rgb(image: Image.Image) -> Image.Image:
         low, high = float(pixels.min()), float(pixels.max())
     scaled = (pixels - low) * (255 / max(high - low, 1e-300))
     return Image.fromarray(np.clip(np.rint(scaled), 0, 255).astype(np.uint8)).convert("RGB")
+
+
+def different_sizes(shapes: Iterable[tuple[int, ...]]) -> str:
+    """What is wrong with a batch of images of different sizes."""
+    return f"a batch has images of different sizes: {listed(sorted(shapes), 4)}; --size N crops all to one size"
 
 
 def is_hidden(name: str) -> bool:

@@ -24,6 +24,15 @@ from halve.graph import Part
 _MAX_SHAPES = 4096  # remembered per part
 
 
+def around_parts(dtype: torch.dtype) -> torch.dtype:
+    """What the code between the parts of a detector computes in: coordinates of boxes need single precision.
+
+    >>> around_parts(torch.float16), around_parts(torch.float64)
+    (torch.float32, torch.float64)
+    """
+    return torch.promote_types(dtype, torch.float32)
+
+
 class CapturedPart(nn.Module):
     """A module of the network with its graph. `eager_calls` says why calls fell back to eager, if any did."""
 
@@ -34,13 +43,17 @@ class CapturedPart(nn.Module):
         leaves, self.structure = pytree.tree_flatten(part.program.example_inputs)
         self.constants = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
         self.eager_calls: str | None = None
+        self.dtype: torch.dtype | None = None  # what the graph computes in, if the code around it does not
         self._known: dict[Any, str | None] = {}  # by shapes
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if (why := self.misfit(args, kwargs)) is not None:
             self.eager_calls = why
             return self.module(*args, **kwargs)
-        return self.graph(*args, **kwargs)
+        if self.dtype is None:
+            return self.graph(*args, **kwargs)
+        args, kwargs = pytree.tree_map_only(Tensor, lambda x: _cast(x, self.dtype), (args, kwargs))
+        return pytree.tree_map_only(Tensor, lambda y: _cast(y, around_parts(y.dtype)), self.graph(*args, **kwargs))
 
     def exclude_single_images(self) -> None:
         """Fall back to eager for batch size 1 from now on."""
@@ -130,6 +143,10 @@ def _runs_around(model: nn.Module, parts: Mapping[str, CapturedPart], inputs: tu
             model.set_submodule(name, part.module)
             part.eager_calls = None
     return None
+
+
+def _cast(x: Tensor, dtype: torch.dtype | None) -> Tensor:
+    return x.to(dtype) if x.is_floating_point() else x
 
 
 def _single_image(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:

@@ -11,7 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -61,6 +61,14 @@ class Piece:
     operation: Operation
     dtype: torch.dtype  # the compute dtype
     is_2_4: bool = False  # at most two nonzero weights in each block of four input channels
+
+
+class Emitted(Protocol):
+    """Machine code in memory. Layers with equal code share one object."""
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory that it takes."""
 
 
 class Link(NamedTuple):
@@ -171,6 +179,10 @@ class KernelFamily(ABC):
     @abstractmethod
     def run(self, inputs: Sequence[Tensor], packed: Tensors, operation: Operation, variant: str) -> Tensor:
         """Compute the result for inputs in the layout `reads`. Unsupported devices run a reference implementation."""
+
+    def emitted(self, packed: Tensors, operation: Operation, variant: str) -> "Emitted | None":
+        """The machine code that runs a layer on this machine, emitted now if it was not yet; None if there is none."""
+        return None
 
     def can_join(self, operation: Operation, shape: Sequence[int]) -> bool:
         """Whether the layer can be part of a chain for an input of this shape."""

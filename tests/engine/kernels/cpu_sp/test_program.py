@@ -119,10 +119,17 @@ def test_a_guard_page_is_noticed():
     assert in_child(touch) < 0
 
 
-def test_the_size_of_the_code_is_bounded_and_known():
-    layer = Program(CONV, *packed_of(CONV))
-    kept = 40 * 9 * 16 // 2
-    assert 7 * kept < layer.code_bytes < 10 * kept + 40_000
+@pytest.mark.parametrize(("instructions", "most"), [("avx512", 10), ("avx2", 14)])
+def test_the_size_of_the_code_is_bounded_and_known(instructions, most):
+    layer = Program(replace(CONV, channels=256), *packed_of(replace(CONV, channels=256)), instructions=instructions)
+    kept = 40 * 9 * 256 // 2
+    assert 7 * kept < layer.code.size < most * kept
+
+
+def test_a_layer_whose_code_would_be_too_large_is_refused(monkeypatch):
+    monkeypatch.setattr(program, "MAX_VALUES", 40 * 9 * 8 - 1)
+    with pytest.raises(EngineError, match="at most 2,879 packed values, got 2,880"):
+        Program(CONV, *packed_of(CONV))
 
 
 @pytest.mark.skipif(shutil.which("objdump") is None, reason="needs objdump")

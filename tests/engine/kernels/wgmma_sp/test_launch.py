@@ -24,6 +24,16 @@ VARIANTS = {
     "two blocks": Variant(True, False, True, True, False, 1, 96, 1, 1, "relu", light=True),
     "two blocks of a cluster": Variant(True, False, False, False, False, 1, 64, 1, 1, "relu", split=2, light=True),
     "with a shortcut": Variant(True, False, False, False, False, 1, 200, 1, 2, "relu", shortcut=True),
+    "unrolled": Variant(True, False, False, False, False, 1, 216, 1, 1, "relu", unrolled=15),
+    "unrolled, residual": Variant(True, False, True, False, False, 1, 224, 1, 1, "relu", unrolled=32),
+    "unrolled, own pixels": Variant(True, False, False, True, True, 1, 208, 1, 1, "relu", unrolled=29),
+    "unrolled, own pixels, residual": Variant(True, True, True, True, True, 1, 232, 1, 1, "relu", unrolled=57),
+    "unrolled, own pixels, streamed": Variant(True, False, True, True, False, 1, 216, 1, 1, "silu", unrolled=15),
+    "unrolled, two blocks a warpgroup": Variant(True, False, False, False, False, 2, 120, 1, 2, "relu", unrolled=15),
+    "unrolled, a tile shared by blocks": Variant(
+        True, False, True, False, False, 1, 112, 1, 1, "relu", split=4, unrolled=16
+    ),
+    "unrolled, two blocks": Variant(True, False, False, False, False, 1, 64, 1, 1, "relu", light=True, unrolled=8),
     "dense": Variant(False, False, False, False, False, 1, 216, 1, 2, "relu"),
 }
 
@@ -87,12 +97,21 @@ class Program:
                 waited = re.match(r"WARPGROUP\.DEPBAR\.LE gsb0, 0x([0-9a-f]+)", text)
                 if waited and later >= 0 and int(waited[1], 16) <= later:
                     continue
-                written = re.match(r"(\S+)\s+(?:PT, )?(R\d+)\b", text)
-                if written and written[2] == register and not re.match(r"ST|HGMMA|SYNCS|R2UR|BAR|RED|UTMA", written[1]):
+                if register in written(text):
                     return text
             later = min(later + ("HGMMA" in text and "gsb0" in text), 8)
             stack += [(j, later) for j in self.next[i]]
         return None
+
+
+def written(text):
+    """The registers that an instruction writes, apart from products."""
+    found = re.match(r"(\S+)\s+(?:U?P[T0-9], )?R(\d+)\b", text)
+    if found is None or re.match(r"ST|HGMMA|SYNCS|R2UR|BAR|RED|UTMA", found[1]):
+        return set()
+    wide = re.search(r"\.(64|128|WIDE|[24]$)", found[1])
+    count = {"64": 2, "128": 4, "WIDE": 2, "2": 2, "4": 4}[wide[1]] if wide else 2 if found[1] == "CS2R" else 1
+    return {f"R{int(found[2]) + i}" for i in range(count)}
 
 
 def test_the_check_finds_a_register_that_is_written_too_early():
@@ -105,6 +124,25 @@ def test_the_check_finds_a_register_that_is_written_too_early():
     assert program.clobbered(0) == "IADD3 R5, R5, 0x1, RZ"
     program.text[1] = "IADD3 R6, R5, 0x1, RZ"
     assert program.clobbered(0) is None
+    program.text[1] = "CS2R R4, SRZ"  # writes R4 and R5
+    assert program.clobbered(0) == "CS2R R4, SRZ"
+
+
+@pytest.mark.parametrize(
+    ("text", "registers"),
+    [
+        ("LDS R132, [R9]", "R132"),
+        ("LDS.128 R8, [R3+0x10]", "R8 R9 R10 R11"),
+        ("LDSM.16.MT88.4 R12, [R140]", "R12 R13 R14 R15"),
+        ("IMAD.WIDE.U32 R6, R3, 0x4, R8", "R6 R7"),
+        ("SHFL.IDX PT, R5, R5, RZ, 0x1f", "R5"),
+        ("LOP3.LUT P1, RZ, R13, R14, RZ, 0xc0, !PT", ""),
+        ("STS.64 [R2], R4", ""),
+        ("R2UR UR4, R5", ""),
+    ],
+)
+def test_the_registers_that_an_instruction_writes(text, registers):
+    assert written(text) == set(registers.split())
 
 
 def test_every_tile_compiles(tmp_path, monkeypatch):

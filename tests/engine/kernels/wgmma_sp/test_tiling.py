@@ -21,9 +21,9 @@ def conv(kernel=3, stride=1, padding=None, dilation=1, rows=8, channels=8):
 def boxed(x, plan, start, stride):
     """A box of pixels as the copy engine loads it: pixels outside of the images are zero."""
     images, _, height, width = x.shape
-    columns, rows, together = plan.box
+    columns, together, rows = plan.box
     box = torch.zeros(plan.slot_bytes // 128, x.shape[1])
-    for i, (n, row, column) in enumerate(itertools.product(range(together), range(rows), range(columns))):
+    for i, (row, n, column) in enumerate(itertools.product(range(rows), range(together), range(columns))):
         place = start[2] + n, start[1] + row * stride, start[0] + column * stride
         if all(0 <= at < size for at, size in zip(place, (images, height, width), strict=True)):
             box[i] = x[place[0], :, place[1], place[2]]
@@ -53,8 +53,8 @@ def emulated(x, weight, convolution, plan):
                 x0, y0 = place[0] * stride - convolution.padding[1], place[1] * stride - convolution.padding[0]
                 box = boxed(x, plan, (x0 + across, y0 + down, place[2]), stride)
             sums += box[plan.shifts[i] : plan.shifts[i] + plan.pixels] @ weight[:, :, row, column].T
-        columns, rows, together = (plan.pixels, 1, 1) if plan.flat else plan.stored
-        for i, (n, row, column) in enumerate(itertools.product(range(together), range(rows), range(columns))):
+        columns, together, rows = (plan.pixels, 1, 1) if plan.flat else plan.stored
+        for i, (row, n, column) in enumerate(itertools.product(range(rows), range(together), range(columns))):
             at = place[2] + n, place[1] + row, place[0] + column
             if at[0] < images and at[1] < out.shape[2] and at[2] < out.shape[3]:
                 assert out[at[0], :, at[1], at[2]].isnan().all(), "stored twice"
@@ -105,7 +105,7 @@ def test_tiles_fit_into_shared_memory_and_never_wait_for_ever(convolution, size)
         assert plan.pixels % 8 == 0
         assert plan.pixels <= tile.pixels <= 256
         assert plan.pixels + max(plan.shifts) <= plan.slot_bytes // 128
-        assert max(plan.box[0] * layer.stride[0], plan.box[1] * layer.stride[0], plan.box[2]) <= 256
+        assert max(plan.box[0] * layer.stride[0], plan.box[1], plan.box[2] * layer.stride[0]) <= 256
         assert plan.pixel_slots >= 2
         assert plan.weight_slots >= 2 or plan.resident
         steps = len(plan.shifts) * -(-channels // 64)

@@ -15,14 +15,13 @@ from halve.engine.kernels.cpu_sp import features, memory
 from halve.engine.kernels.cpu_sp.chain import can_join, run_chain
 from halve.engine.kernels.cpu_sp.packing import Packed, pack, pack_dense, packed_shapes, unpack
 from halve.engine.kernels.cpu_sp.pool import MAX_TAPS, max_pool
-from halve.engine.kernels.cpu_sp.program import known_program, program_for
+from halve.engine.kernels.cpu_sp.program import MAX_VALUES, Code, known_program, program_for
 from halve.engine.kernels.cpu_sp.version import version
 from halve.engine.kernels.cpu_sp.worker import LANES
 from halve.engine.kernels.kernel import ChainDescription, KernelFamily, Layout, Piece
 from halve.engine.kernels.planes import has_rows
 from halve.engine.operations import Convolution, Linear, MaxPool, Operation, PooledConvolution, Tensors
 
-MAX_VALUES = 8 << 20  # of a layer: 10 bytes of code each, or 5 in bfloat16
 _WIDTH = 4
 _VECTORS = ("bias", "scale")  # of the output channels
 
@@ -86,23 +85,29 @@ class _Cpu(_OnPlanes):
         """Dense layers on less than a vector of pixels would mostly wait for code, which is larger than the weights."""
         return self.sparse or operation.size(inputs[0]) >= LANES
 
+    def emitted(self, packed: Tensors, operation: Operation, variant: str) -> Code | None:
+        pooled = isinstance(operation, PooledConvolution)
+        if not self.runs(packed["values"]) or (pooled and not _has_avx512(packed["values"])):
+            return None
+        layer = operation.convolution if isinstance(operation, PooledConvolution) else operation
+        assert isinstance(layer, Convolution | Linear)
+        return program_for(layer, *_weights(packed), _instructions(packed["values"].dtype, variant)).code
+
     def run(self, inputs: Sequence[Tensor], packed: Tensors, operation: Operation, variant: str) -> Tensor:
         x, residual = inputs[0], inputs[1] if len(inputs) > 1 else None
         if isinstance(operation, PooledConvolution) and x.numel() and _has_avx512(x):
             return max_pool(self.run(inputs, packed, operation.convolution, variant), operation.pool)
-        given = Packed(packed["values"], packed.get("codes")), packed.get("bias"), packed.get("scale")
+        given = _weights(packed)
         if x.is_cpu and x.numel():
             known = known_program(operation, *given, variant)  # type: ignore[arg-type]
             if known is not None:
                 return known.run(x, residual)
         if not x.numel():
             return self.fake(inputs, packed, operation)
-        if features.arithmetic_for(x.dtype, variant) is None:  # a plan of another machine
-            variant = features.instructions_for(x.dtype) or variant
         if not self.runs(x) or not isinstance(operation, Convolution | Linear):
             y = operation.reference(inputs, self.unpack(operation, packed))
             return self.writes.of(y, operation.channel_dim)
-        return program_for(operation, *given, variant).run(x, residual)
+        return program_for(operation, *given, _instructions(x.dtype, variant)).run(x, residual)
 
 
 class CpuSparse(_Cpu):
@@ -135,6 +140,16 @@ class CpuPool(_OnPlanes):
 
 def _has_avx512(x: Tensor) -> bool:
     return x.is_cpu and features.arithmetic_for(x.dtype, features.AVX512) is not None and memory.unavailable() is None
+
+
+def _weights(packed: Tensors) -> tuple[Packed, Tensor | None, Tensor | None]:
+    return Packed(packed["values"], packed.get("codes")), packed.get("bias"), packed.get("scale")
+
+
+def _instructions(dtype: torch.dtype, variant: str) -> str:
+    """The instruction set of a variant, or the best one here if the plan is of another machine."""
+    here = features.arithmetic_for(dtype, variant) is not None
+    return variant if here else features.instructions_for(dtype) or variant
 
 
 def _convolution(operation: Operation) -> Convolution:

@@ -27,6 +27,7 @@ from halve.engine.kernels.planes import empty_planes, is_planes
 from halve.engine.operations import ACTIVATIONS, Convolution, Linear
 from halve.errors import EngineError
 
+MAX_VALUES = 8 << 20  # of a layer: 9 bytes of code each, 6 in bfloat16, 13 with AVX2
 _BLOCK_BYTES = 1 << 20  # of code and weights, at most: a block runs many times and should stay in the L2 cache
 _BYTES_PER_PRODUCT = 11  # of code and weights
 _LEAST_ROWS = 8  # fewer accumulators than this wait for each other
@@ -55,6 +56,11 @@ class Code:
         self.memory = Executable(np.concatenate(functions))
         starts = np.cumsum([0, *(len(function) for function in functions)])[:-1]
         self.addresses = [self.memory.address + int(start) for start in starts]
+
+    @property
+    def size(self) -> int:
+        """Bytes of memory that the code takes."""
+        return self.memory.size
 
 
 def row_blocks(rows: int, products: int, most: int) -> list[tuple[int, int]]:
@@ -110,7 +116,7 @@ class Program:
             for part in (biases[first:end].view(np.uint32), weights[first:end].transpose(1, 2, 3, 0).reshape(-1)):
                 words[at : at + part.size] = part
                 at += part.size
-        self._group_lines = self.code.memory.size / (LINE * len(blocks) * taps * groups)
+        self._group_lines = self.code.size / (LINE * len(blocks) * taps * groups)
         self._blocks = np.array(blocks, np.int64)
         self._prepared: dict[tuple[object, ...], Prepared] = {}
 
@@ -118,11 +124,6 @@ class Program:
     def bytes(self) -> int:
         """The size of code and weights, roughly."""
         return _BYTES_PER_PRODUCT * self._products
-
-    @property
-    def code_bytes(self) -> int:
-        """The size of the code, which equal layers share."""
-        return self.code.memory.size
 
     def made_from(self, packed: Packed, bias: Tensor | None, scale: Tensor | None = None) -> bool:
         """Whether the program has these weights: the same tensors, unchanged since."""
@@ -293,6 +294,8 @@ def _check_weights(convolution: Convolution, packed: Packed, bias: Tensor | None
         raise EngineError(f"the weight must be {' or '.join(map(str, DTYPES))}, got {packed.values.dtype}")
     if convolution.groups != 1:
         raise EngineError(f"the layer must have one group, got {convolution.groups}")
+    if packed.values.numel() > MAX_VALUES:
+        raise EngineError(f"the layer must have at most {MAX_VALUES:,} packed values, got {packed.values.numel():,}")
     values, codes = packed_shapes(convolution.weight_shape, sparse=packed.codes is not None)
     for name, tensor, dtype, shape in (
         ("values", packed.values, packed.values.dtype, values),

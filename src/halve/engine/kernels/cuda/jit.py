@@ -1,8 +1,9 @@
 """Compile CUDA source with the NVRTC that ships with PyTorch, and cache the result on disk.
 
 Kernels are compiled to cubins, since older drivers reject the PTX of newer compilers. The cache key is a hash of the
-source, flags and compiler version. Files are written atomically, so processes may share the cache. Each file starts
-with a digest of its contents; damaged files are compiled again.
+source, flags and compiler version. Files are written atomically, so processes may share the cache; processes that need
+the same kernel at once wait for the one that compiles it. Each file starts with a digest of its contents; damaged files
+are compiled again.
 """
 
 import contextlib
@@ -20,10 +21,12 @@ from pathlib import Path
 import torch
 
 from halve.errors import EngineError, FileError
+from halve.locks import locked
 from halve.masks.storage import write_atomically
 
 _DIGEST = 32  # bytes
 _OPTIONS = ("--std=c++17", "-lineinfo")
+_LONGEST_WAIT = 120.0  # seconds that a kernel may take another process
 
 
 def cubin(source: str, architecture: str, options: Sequence[str] = ()) -> bytes:
@@ -33,17 +36,31 @@ def cubin(source: str, architecture: str, options: Sequence[str] = ()) -> bytes:
     """
     flags = (f"--gpu-architecture={architecture}", *_OPTIONS, *options)
     path = cache_dir() / f"{_key(source, flags)}.cubin"
+    cached = _cached(path)
+    if cached is not None:
+        return cached
+    lock = path.with_suffix(".lock")
+    with locked(lock, _LONGEST_WAIT):
+        cached = _cached(path)  # another process may have compiled it meanwhile
+        if cached is not None:
+            return cached
+        try:
+            code = _compiled(source, flags)
+            with contextlib.suppress(OSError, FileError):  # full or read-only: not cached
+                write_atomically(path, hashlib.sha256(code).digest() + code)
+            return code
+        finally:
+            with contextlib.suppress(OSError):
+                lock.unlink()  # whoever waits for it still gets it, and then finds the kernel
+
+
+def _cached(path: Path) -> bytes | None:
+    """The kernel in a file of the cache; None if it is missing or damaged."""
     try:
-        cached = path.read_bytes()
-        if hashlib.sha256(cached[_DIGEST:]).digest() == cached[:_DIGEST]:
-            return cached[_DIGEST:]
-    except OSError:  # missing or unreadable
-        pass
-    code = _compiled(source, flags)
-    with contextlib.suppress(OSError, FileError):  # full or read-only: not cached
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_atomically(path, hashlib.sha256(code).digest() + code)
-    return code
+        found = path.read_bytes()
+    except OSError:
+        return None
+    return found[_DIGEST:] if hashlib.sha256(found[_DIGEST:]).digest() == found[:_DIGEST] else None
 
 
 def source(package: str, name: str) -> str:

@@ -1,6 +1,8 @@
 """Tensor maps: how the copy engine of Hopper GPUs (TMA) addresses boxes of images in memory."""
 
 import ctypes
+import itertools
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -19,7 +21,9 @@ class TensorMap(ctypes.Structure):
     _fields_ = (("opaque", ctypes.c_uint64 * 16),)
 
 
-def tensor_map(x: Tensor, size: Sequence[int], box: Sequence[int], strides: Sequence[int]) -> TensorMap:
+def tensor_map(
+    x: Tensor, size: Sequence[int], box: Sequence[int], strides: Sequence[int], pitches: Sequence[int] | None = None
+) -> TensorMap:
     """Encode a map of contiguous 16-bit data.
 
     Args:
@@ -27,12 +31,12 @@ def tensor_map(x: Tensor, size: Sequence[int], box: Sequence[int], strides: Sequ
         size: its dimensions, the fastest first.
         box: the elements of a box along each dimension.
         strides: the step between these elements.
+        pitches: elements in memory from one to the next along each dimension but the first, if the data does not lie in
+            the order of `size`.
     """
     rank = len(size)
-    bytes_per, pitches = x.element_size(), []
-    for side in size[:-1]:
-        bytes_per *= side
-        pitches.append(bytes_per)
+    if pitches is None:
+        pitches = list(itertools.accumulate(size[:-1], operator.mul))
     buffer = ctypes.create_string_buffer(ctypes.sizeof(TensorMap) + _ALIGNMENT)
     encoded = TensorMap.from_buffer(buffer, -ctypes.addressof(buffer) % _ALIGNMENT)
     driver.call(
@@ -42,7 +46,7 @@ def tensor_map(x: Tensor, size: Sequence[int], box: Sequence[int], strides: Sequ
         rank,
         ctypes.c_void_p(x.data_ptr()),
         (ctypes.c_uint64 * rank)(*size),
-        (ctypes.c_uint64 * (rank - 1))(*pitches),
+        (ctypes.c_uint64 * (rank - 1))(*(pitch * x.element_size() for pitch in pitches)),
         (ctypes.c_uint32 * rank)(*(side * stride for side, stride in zip(box, strides, strict=True))),
         (ctypes.c_uint32 * rank)(*strides),
         *(_NO_INTERLEAVE, _SWIZZLE_128B, _PROMOTE_256B, _FILL_ZERO),

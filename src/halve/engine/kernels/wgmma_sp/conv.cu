@@ -4,10 +4,11 @@
 //
 // A tile of D has 64 * BLOCKS output channels per warpgroup and PIXELS pixels. Pixels of a tile are whole rows of one image
 // or whole images, with margins of zeros, so that a tap is a shift: the copy engine (TMA) loads a box of pixels with its
-// margins once for every 64 channels, and each tap multiplies the same box from another start. Only left and upper margins
-// are stored: past the end of a row comes the left margin of the next, which is zero too. Results at margins are computed and
-// then dropped when the tile is stored, since they lie outside of the image. Convolutions of stride 2 load up to four boxes,
-// of the even and odd rows and columns. 1x1 convolutions see all pixels of the batch as one row.
+// margins once for every 64 channels, and each tap multiplies the same box from another start. Rows of several images take
+// turns: the first of each, then the second of each, so that only the box has margins above and below, not each image. Right
+// margins are not stored: past the end of a row comes the left margin of the next, which is zero too. Results at margins are
+// computed and then dropped when the tile is stored, since they lie outside of the image. Convolutions of stride 2 load up to
+// four boxes, of the even and odd rows and columns. 1x1 convolutions see all pixels of the batch as one row.
 //
 // Three warpgroups: the first starts copies, the other two multiply. They either share the pixels and split the output
 // channels (OWN == 0), or each has its own tiles (OWN == 1), with the weights in shared memory for good where they fit
@@ -31,10 +32,13 @@
 // metadata of 2:4 blocks is read from registers while products are in flight, which the assembler does not know: `keep` holds
 // them until the products are done.
 //
+// UNROLLED: the taps of a 3x3 window in one box are known to the compiler, and so are their shifts. Weights of the next step
+// are waited for, and their metadata loaded, while the products of a step run.
+//
 // Compile-time parameters: SPARSE, BF16, RESIDUAL, SHORTCUT, OWN, RESIDENT, LIGHT (0, 1), SPLIT (1, 2, 4, 8), BLOCKS,
 // PIXELS (a multiple of 8), PARTS (into which the pixels of a tile are split for storing), STAGES (buffers for these parts per
-// warpgroup), ACTIVATE, NEXT (blocks of 64 output channels of the next convolution), ACTIVATE_NEXT. launch.py generates `multiply`
-// for PIXELS, in the place of MULTIPLY.
+// warpgroup), ACTIVATE, NEXT (blocks of 64 output channels of the next convolution), ACTIVATE_NEXT, UNROLLED (0, or pixels of
+// a box from one row of the window to the next). launch.py generates `multiply` for PIXELS, in the place of MULTIPLY.
 
 struct alignas(64) TensorMap { u64 opaque[16]; };
 
@@ -55,7 +59,7 @@ struct Shape {
     int shortcut_chunks, shortcut_stride, shortcut_bytes;  // of 64 channels of the second input; its stride; bytes of a box
     int exchange;                        // offset in shared memory of what other blocks of the cluster have summed
     int next_weights, next_staging;      // offsets in shared memory of the weights and results of the next convolution
-    int out_height, out_width, images, image_rows;         // of the result; rows from one image of a tile to the next
+    int out_height, out_width, images;   // of the result
     u64 begins;                          // bit t: tap t is the first of its box
     u16 shifts[MAX_TAPS];                // of each tap, in pixels
 };
@@ -69,6 +73,7 @@ constexpr bool IN_PLACE = OWN && BLOCKS == 1 && PARTS == 1;  // store from the l
 constexpr int GROUPS = PIXELS / 8, EACH = (GROUPS + SPLIT - 1) / SPLIT;  // of 8 pixels: in a tile, and finished by a block
 static_assert(SPLIT == 1 || (!OWN && BLOCKS == 1), "blocks of a cluster split small tiles");
 static_assert(!SHORTCUT || !RESIDUAL, "the shortcut is the residual");
+static_assert(!UNROLLED || !SHORTCUT, "all steps are taps");
 static_assert(!RESIDENT || OWN, "resident weights are shared by warpgroups with their own tiles");
 static_assert(!NEXT || (!SPARSE && RESIDENT && BLOCKS > 1 && PARTS == 1), "a warpgroup has all channels of its pixels");
 static_assert(IN_PLACE || !(RESIDUAL || NEXT || SPLIT > 1) || STAGES == BLOCKS * PARTS, "a tile is in shared memory at once");
@@ -89,11 +94,11 @@ __device__ __forceinline__ void wait(u32 barrier, u32 phase) {
 __device__ __forceinline__ void load_box(u32 to, const TensorMap& map, u32 barrier, int c, int x, int y, int n) {
     asm volatile("cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes "
                  "[%0], [%1, {%3, %4, %5, %6}], [%2];"
-                 ::"r"(to), "l"(&map), "r"(barrier), "r"(c), "r"(x), "r"(y), "r"(n) : "memory");
+                 ::"r"(to), "l"(&map), "r"(barrier), "r"(c), "r"(x), "r"(n), "r"(y) : "memory");
 }
 __device__ __forceinline__ void store_box(const TensorMap& map, u32 from, int c, int x, int y, int n) {
     asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];"
-                 ::"l"(&map), "r"(from), "r"(c), "r"(x), "r"(y), "r"(n) : "memory");
+                 ::"l"(&map), "r"(from), "r"(c), "r"(x), "r"(n), "r"(y) : "memory");
     asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 __device__ __forceinline__ void load_bytes(u32 to, const void* from, u32 bytes, u32 barrier) {
@@ -123,11 +128,12 @@ __device__ __forceinline__ u32 in_block(u32 address, int rank) {  // the same pl
 
 // Matrix descriptors. Weights: core matrices of 8 rows x 16 bytes without swizzle, 128 bytes apart along K and 256 along
 // rows. Pixels: rows of 128 bytes with the 128-byte swizzle, which depends on the address, so any row can be the first.
+// Addresses are in units of 16 bytes.
 __device__ __forceinline__ u64 weights_at(u32 address) {
-    return (u64)((address & 0x3FFFF) >> 4) | (u64)8 << 16 | (u64)16 << 32;
+    return (u64)(address + (8 << 16)) | (u64)16 << 32;
 }
 __device__ __forceinline__ u64 pixels_at(u32 address) {
-    return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
+    return (u64)(address + (1 << 16)) | (u64)64 << 32 | (u64)1 << 62;
 }
 
 //MULTIPLY
@@ -195,7 +201,9 @@ conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap 
      const unsigned char* __restrict__ next_packed, const float* __restrict__ next_bias, const __grid_constant__ Shape s) {
     extern __shared__ __align__(1024) unsigned char shared[];
     const u32 base = (u32)__cvta_generic_to_shared(shared);
-    const int thread = threadIdx.x, group = thread / 128;
+    const u32 matrices = (base & 0x3FFFF) / 16;  // for descriptors: in a cluster, the upper bits say which block it is
+    // The compiler knows that all threads of a warp get the same value, and computes what follows from it once per warp.
+    const int thread = threadIdx.x, group = __shfl_sync(0xFFFFFFFF, thread / 128, 0);
     const int pixel_rings = OWN ? 2 : 1, weight_rings = RESIDENT ? 1 : 2;
     const int all_weight_slots = weight_rings * s.weight_slots, all_pixel_slots = pixel_rings * s.pixel_slots;
     const u32 weights_full = base + s.barriers, weights_free = weights_full + 8 * all_weight_slots;
@@ -340,49 +348,86 @@ conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap 
                              place.x + part * PART_PIXELS, place.y, place.n);
         }
 
-        int tap = 0, slot = 0, slot_before = 0, weights_before = 0, step = 0;
-        auto take = [&](u32 (&metadata)[BLOCKS], const u32 (&metadata_before)[BLOCKS]) {
-            const bool added = SHORTCUT && step >= main_steps, begins = added || s.begins >> tap & 1;
-            if (begins) {
-                slot_before = slot, slot = first_pixel_slot + pixels.slot;
-                wait(pixels_full + 8 * slot, pixels.phase);
-                pixels.advance(s.pixel_slots);
-            }
-            const int weight_slot = first_weight_slot + weights.slot;
-            wait(weights_full + 8 * weight_slot, RESIDENT ? 0 : weights.phase);
+        int slot = 0, slot_before = 0;
+        auto take_box = [&] {  // and keeps it until the next one is multiplied
+            slot_before = slot, slot = first_pixel_slot + pixels.slot;
+            wait(pixels_full + 8 * slot, pixels.phase);
+            pixels.advance(s.pixel_slots);
+        };
+        auto take_weights = [&](u32 (&metadata)[BLOCKS]) {  // returns where they are
+            const int at = first_weight_slot + weights.slot;
+            wait(weights_full + 8 * at, RESIDENT ? 0 : weights.phase);
             weights.advance(s.weight_slots);
-            const u32 values = base + s.weights + weight_slot * SLOT_OF_WEIGHTS;
 #if SPARSE
 #pragma unroll
             for (int m = 0; m < BLOCKS; ++m)
-                asm volatile("ld.shared.u32 %0, [%1];" : "=r"(metadata[m]) : "r"(values + m * BLOCK_BYTES + 4096 + t * 4));
+                asm volatile("ld.shared.u32 %0, [%1];" : "=r"(metadata[m])
+                             : "r"(base + s.weights + at * SLOT_OF_WEIGHTS + m * BLOCK_BYTES + 4096 + t * 4));
 #endif
+            return at;
+        };
+        auto start = [&](int weights_at_slot, int shift_of_tap, const u32 (&metadata)[BLOCKS], bool add) {
+            const u32 values = matrices + s.weights / 16 + weights_at_slot * (SLOT_OF_WEIGHTS / 16);
+            const u32 box = matrices + slot * (s.slot_bytes / 16) + shift_of_tap * 8;
             asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
-            const u64 b = pixels_at(base + slot * s.slot_bytes + (added ? 0 : s.shifts[tap]) * 128);
 #pragma unroll
             for (int m = 0; m < BLOCKS; ++m) {
-                const u64 a = weights_at(values + m * BLOCK_BYTES);
+                const u32 block = values + m * (BLOCK_BYTES / 16);
 #if SPARSE
-                multiply<0>(sums[m], a, b, metadata[m], step > 0);
-                multiply<1>(sums[m], a + 128, b + 4, metadata[m], 1);
+                multiply<0>(sums[m], weights_at(block), pixels_at(box), metadata[m], add);
+                multiply<1>(sums[m], weights_at(block + 128), pixels_at(box + 4), metadata[m], 1);
 #else
-                multiply(sums[m], a, b, step > 0);
 #pragma unroll
-                for (int k = 1; k < 4; ++k) multiply(sums[m], a + 128 * k, b + 2 * k, 1);
+                for (int k = 0; k < 4; ++k)
+                    multiply(sums[m], weights_at(block + 128 * k), pixels_at(box + 2 * k), k > 0 || add);
 #endif
             }
             asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
-            wait_for_products<1>();
-            keep(metadata_before);
-            if (lane == 0 && step > 0) {  // the step before is done with its buffers
+        };
+        auto finish_step = [&](const u32 (&metadata)[BLOCKS], bool first, int weights_before, bool box_before) {
+            wait_for_products<1>();  // those of the step before are done with their buffers
+            keep(metadata);
+            if (lane == 0 && !first) {
                 if (!RESIDENT) arrive(weights_free + 8 * weights_before);
-                if (begins) arrive(pixels_free + 8 * slot_before);
+                if (box_before) arrive(pixels_free + 8 * slot_before);
             }
-            if (IN_PLACE && step == 0 && held_slot >= 0 && t == 0) {  // the previous tile has been stored
+            if (IN_PLACE && first && held_slot >= 0 && t == 0) {  // the previous tile has been stored
                 wait_for_stores<0>();
                 arrive(pixels_free + 8 * held_slot, 4);
             }
-            weights_before = weight_slot, ++step;
+        };
+        int last = 0;  // where the weights of the last step are
+#if UNROLLED
+        // The metadata of a step is in one of three sets: the step before may still read its own while the next is loaded.
+        u32 metadata[3][BLOCKS] = {};
+        take_box();
+        int now = take_weights(metadata[0]);
+        for (int chunk = first_chunk; chunk < last_chunk; ++chunk)
+#pragma unroll
+            for (int tap = 0; tap < 9; ++tap) {
+                const bool first = tap == 0 && chunk == first_chunk;
+                start(now, tap / 3 * UNROLLED + tap % 3, metadata[tap % 3], !first);
+                int next = 0;
+                if (tap < 8) next = take_weights(metadata[(tap + 1) % 3]);
+                else if (chunk + 1 < last_chunk) next = take_weights(metadata[0]), take_box();
+                finish_step(metadata[(tap + 2) % 3], first, last, tap == 0);
+                last = now, now = next;
+                if (tap == 3 && lag) {
+                    asm volatile("bar.arrive 3, 256;" ::: "memory");
+                    lag = 0;
+                }
+            }
+        wait_for_products<0>();
+        keep(metadata[2]);
+#else
+        int tap = 0, step = 0;
+        auto take = [&](u32 (&metadata)[BLOCKS], const u32 (&metadata_before)[BLOCKS]) {
+            const bool added = SHORTCUT && step >= main_steps, begins = added || s.begins >> tap & 1;
+            if (begins) take_box();
+            const int now = take_weights(metadata);
+            start(now, added ? 0 : s.shifts[tap], metadata, step > 0);
+            finish_step(metadata_before, step == 0, last, begins);
+            last = now, ++step;
             if (++tap == s.taps) tap = 0;
             if (step == lag) asm volatile("bar.arrive 3, 256;" ::: "memory");
         };
@@ -391,8 +436,9 @@ conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap 
         if (steps % 2) take(even, odd);
         wait_for_products<0>();
         keep(even), keep(odd);
+#endif
         if (lane == 0) {
-            if (!RESIDENT) arrive(weights_free + 8 * weights_before);
+            if (!RESIDENT) arrive(weights_free + 8 * last);
             if (!IN_PLACE) arrive(pixels_free + 8 * slot);
         }
         lag = 0;
@@ -442,10 +488,9 @@ conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap 
                 pixel = place.x + p;
                 if (pixel >= (size_t)s.images * s.out_height * s.out_width) continue;
             } else {
-                const int line = p / s.pitch, x = p - line * s.pitch, image = line / s.image_rows;
-                const int row = line - image * s.image_rows, n = place.n + image, y = place.y + row;
-                if (x >= s.out_width || row >= s.tile_rows || y >= s.out_height || image >= s.tile_images || n >= s.images)
-                    continue;
+                const int line = p / s.pitch, x = p - line * s.pitch, row = line / s.tile_images;
+                const int n = place.n + line - row * s.tile_images, y = place.y + row;
+                if (x >= s.out_width || row >= s.tile_rows || y >= s.out_height || n >= s.images) continue;
                 pixel = ((size_t)n * s.out_height + y) * s.out_width + x;
             }
             *reinterpret_cast<uint4*>(result + pixel * s.rows + channel) = values;
@@ -492,10 +537,11 @@ conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap 
         for (int k = 0; k < BLOCKS; ++k)
 #pragma unroll
             for (int m = 0; m < NEXT; ++m) {
-                const u64 a = weights_at(base + s.next_weights + (m * BLOCKS + k) * BLOCK_BYTES);
-                const u64 b = pixels_at(staging + k * s.stage_bytes);
+                const u32 block = matrices + (s.next_weights + (m * BLOCKS + k) * BLOCK_BYTES) / 16;
+                const u32 slab = matrices + (staging - base + k * s.stage_bytes) / 16;
 #pragma unroll
-                for (int i = 0; i < 4; ++i) multiply(next_sums[m], a + 128 * i, b + 2 * i, k + i > 0);
+                for (int i = 0; i < 4; ++i)
+                    multiply(next_sums[m], weights_at(block + 128 * i), pixels_at(slab + 2 * i), k + i > 0);
             }
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         wait_for_products<0>();

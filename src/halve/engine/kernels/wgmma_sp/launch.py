@@ -17,7 +17,6 @@ from halve.engine.operations import Convolution
 
 _NHWC = torch.channels_last
 _THREADS = 384
-_ONE_IMAGE = 1 << 20  # rows from one image of a tile to the next, if there is no next
 
 
 class Variant(NamedTuple):
@@ -38,6 +37,7 @@ class Variant(NamedTuple):
     light: bool = False
     next: int = 0  # blocks of 64 output channels of the next convolution
     next_activation: str = "none"
+    unrolled: int = 0  # pixels from one row of a 3x3 window to the next, if its taps are unrolled
 
     def options(self) -> tuple[str, ...]:
         """Preprocessor definitions for the compiler."""
@@ -60,7 +60,7 @@ class _Shape(ctypes.Structure):
                 *("tiles_per_image", "stride", "pad_h", "pad_w", "pitch", "box_pixels", "slot_bytes", "stage_bytes"),
                 *("stored_bytes", "pixel_slots", "weight_slots", "staging", "weights", "barriers", "lag"),
                 *("shortcut_chunks", "shortcut_stride", "shortcut_bytes", "exchange", "next_weights", "next_staging"),
-                *("out_height", "out_width", "images", "image_rows"),
+                *("out_height", "out_width", "images"),
             )
         ),
         ("begins", ctypes.c_uint64),
@@ -171,6 +171,7 @@ def variant_of(
         activation=convolution.activation,
         next=0 if following is None else following.rows // SIDE,
         next_activation="none" if following is None else following.activation,
+        unrolled=plan.pitch * plan.tile_images if plan.tile.unrolled else 0,
     )
 
 
@@ -229,8 +230,10 @@ def launch(
 
 def _map(x: Tensor, box: tuple[int, int, int], flat: bool, stride: int = 1) -> TensorMap:
     images, channels, height, width = x.shape
-    size = (images * height * width, 1, 1) if flat else (width, height, images)
-    return tensor_map(x, (channels, *size), (SIDE, *box), (1, stride, stride, 1))
+    if flat:
+        return tensor_map(x, (channels, images * height * width, 1, 1), (SIDE, *box), (1, 1, 1, 1))
+    pitches = (channels, channels * width * height, channels * width)
+    return tensor_map(x, (channels, width, images, height), (SIDE, *box), (1, stride, 1, stride), pitches)
 
 
 def _shape(plan: Tiling, convolution: Convolution, out: Tensor, shortcut: Shortcut | None) -> _Shape:
@@ -268,7 +271,6 @@ def _shape(plan: Tiling, convolution: Convolution, out: Tensor, shortcut: Shortc
         out_height=out.shape[2],
         out_width=out.shape[3],
         images=out.shape[0],
-        image_rows=plan.stored[1] if plan.tile_images > 1 else _ONE_IMAGE,
         begins=plan.begins,
         shifts=(ctypes.c_uint16 * MAX_TAPS)(*plan.shifts),
     )

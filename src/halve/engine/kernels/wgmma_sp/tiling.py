@@ -2,7 +2,7 @@
 
 import itertools
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from halve.engine.kernels.wgmma_sp.packing import SIDE, taps
@@ -24,6 +24,7 @@ class Tile:
     own: bool = False  # each warpgroup has its own pixels, instead of its own output channels
     split: int = 1  # thread blocks that share the tile, and split the input channels
     light: bool = False  # two thread blocks fit on a multiprocessor
+    unrolled: bool = False  # the compiler knows the taps, which are those of a 3x3 window
 
     @property
     def channels(self) -> int:
@@ -31,28 +32,28 @@ class Tile:
 
     def __str__(self) -> str:
         split = f"k{self.split}" if self.split > 1 else ""
-        return f"{self.channels}x{self.pixels}{split}" + " own" * self.own + " light" * self.light
+        return (
+            f"{self.channels}x{self.pixels}{split}" + " own" * self.own + " light" * self.light + " 3x3" * self.unrolled
+        )
 
 
-TILES = {
-    str(tile): tile
-    for tile in (
-        Tile(1, 256),
-        Tile(1, 192),
-        Tile(1, 128),
-        Tile(1, 64),
-        Tile(2, 128),
-        Tile(1, 256, own=True),
-        Tile(1, 128, own=True),
-        Tile(2, 64, own=True),
-        *(Tile(1, 128, split=split) for split in (2, 4, 8)),
-        *(Tile(1, 64, split=split, light=True) for split in (1, 2, 4, 8)),
-        Tile(1, 96, light=True),
-        Tile(1, 64, own=True, light=True),
-        Tile(1, 96, own=True, light=True),
-        Tile(4, 64, own=True),
-    )
-}
+_TILES = (
+    Tile(1, 256),
+    Tile(1, 192),
+    Tile(1, 128),
+    Tile(1, 64),
+    Tile(2, 128),
+    Tile(1, 256, own=True),
+    Tile(1, 128, own=True),
+    Tile(2, 64, own=True),
+    *(Tile(1, 128, split=split) for split in (2, 4, 8)),
+    *(Tile(1, 64, split=split, light=True) for split in (1, 2, 4, 8)),
+    Tile(1, 96, light=True),
+    Tile(1, 64, own=True, light=True),
+    Tile(1, 96, own=True, light=True),
+    Tile(4, 64, own=True),
+)
+TILES = {str(tile): tile for tile in (*_TILES, *(replace(tile, unrolled=True) for tile in _TILES if tile.blocks == 1))}
 
 
 class Shortcut(NamedTuple):
@@ -78,8 +79,8 @@ class Tiling:
     pixel_tiles: int
     row_tiles: int
     pitch: int
-    box: tuple[int, int, int]  # columns, rows and images that are loaded
-    stored: tuple[int, int, int]  # columns, rows and images that are stored
+    box: tuple[int, int, int]  # columns, images and rows that are loaded
+    stored: tuple[int, int, int]  # columns, images and rows that are stored
     shortcut_box: tuple[int, int, int]  # those that are loaded of the second input
     planes: int
     begins: int
@@ -161,31 +162,23 @@ def _rows(convolution: Convolution, size: tuple[int, int, int], tile: Tile) -> _
     out_height, out_width = convolution.out_size(height, width)
     stride, dilation = convolution.stride[0], convolution.dilation
     if stride == 1:  # the margin behind a row is the one before the next
-        pitch = width + convolution.padding[1]
-        halo, image_rows = (convolution.kernel[0] - 1) * dilation[0], height + convolution.padding[0]
+        pitch, halo = width + convolution.padding[1], (convolution.kernel[0] - 1) * dilation[0]
     else:
         pitch, halo = out_width + (convolution.kernel[1] - 1) // 2, (convolution.kernel[0] - 1) // 2
-        image_rows = out_height + halo
 
-    def needed(rows: int) -> int:  # pixels up to the last that counts
-        return _rounded((rows - 1) * pitch + out_width)
+    def needed(lines: int) -> int:  # pixels up to the last that counts
+        return _rounded((lines - 1) * pitch + out_width)
 
     if min(out_height, out_width) < 1 or pitch < out_width or needed(1) > tile.pixels:
         return None
     rows = max(rows for rows in range(1, out_height + 1) if needed(rows) <= tile.pixels)
-    together = 1
-    if rows == out_height:
-        together += sum(1 for more in range(1, images) if needed(more * image_rows + out_height) <= tile.pixels)
+    together = max(1, *(count for count in range(images + 1) if needed(count * out_height) <= tile.pixels))
     tiles = -(-out_height // rows)
     rows = -(-out_height // tiles)  # tiles of equal height
-    if together > 1:
-        box, stored = (pitch, image_rows, together), (pitch, image_rows, together)
-        last = (together - 1) * image_rows + out_height
-    else:
-        box, stored, last = (pitch, rows + halo, 1), (pitch, rows, 1), rows
-    if max(side * stride for side in box[:2]) > _MAX_BOX:
+    box, stored = (pitch, together, rows + halo), (pitch, together, rows)
+    if max(box[0] * stride, box[1], box[2] * stride) > _MAX_BOX:
         return None
-    return _Split(needed(last), rows, together, tiles, -(-images // together) * tiles, pitch, box, stored)
+    return _Split(needed(rows * together), rows, together, tiles, -(-images // together) * tiles, pitch, box, stored)
 
 
 def _fit(
@@ -199,12 +192,15 @@ def _fit(
     next_rows: int,
 ) -> Tiling | None:
     order, stride, dilation = taps(convolution), convolution.stride[0], convolution.dilation
-    shifts = [row // stride * dilation[0] * split.pitch + column // stride * dilation[1] for row, column in order]
+    line = split.pitch * split.tile_images  # from one row to the next
+    shifts = [row // stride * dilation[0] * line + column // stride * dilation[1] for row, column in order]
     planes = [(row % stride, column % stride) for row, column in order]
     begins = sum(1 << i for i, plane in enumerate(planes) if i == 0 or plane != planes[i - 1])
     box_pixels, stored_pixels = math.prod(split.box), math.prod(split.stored)
     shortcut_box = (split.pixels, 1, 1) if split.flat else split.stored
-    if shortcut is not None and max(shortcut_box[:2]) * shortcut.stride > _MAX_BOX:
+    if shortcut is not None and max(shortcut_box[0], shortcut_box[2]) * shortcut.stride > _MAX_BOX:
+        return None
+    if tile.unrolled and (shortcut is not None or not _plain(convolution)):
         return None
     in_place = _in_place(tile)
     if in_place and split.pixels > box_pixels and max(shifts) > 0:
@@ -242,7 +238,7 @@ def _fit(
     if resident:
         pixel_slots, weight_slots = min(6, (left - steps * (weight_bytes + 16)) // (2 * slot)), steps
     else:
-        for pixel_slots, weight_slots in itertools.product(range(4, slots_needed - 1, -1), (6, 5, 4, 3)):
+        for pixel_slots, weight_slots in _slots(tile):
             if rings * pixel_slots * slot + 2 * weight_slots * weight_bytes <= left:
                 break
         else:
@@ -289,6 +285,18 @@ def _fit(
         shared_bytes=barriers + 8 * count,
         lag=min(steps, 4) if len(order) > 1 and boxes(4) <= pixel_slots else 1,
     )
+
+
+def _slots(tile: Tile) -> list[tuple[int, int]]:
+    """Buffers for boxes and for blocks of weights, the best first: a box lasts for nine steps, a block for one."""
+    if not tile.unrolled:
+        return list(itertools.product((4, 3, 2), (6, 5, 4, 3)))
+    return [*itertools.product((3, 2), (8, 7, 6, 5)), *itertools.product((3, 2), (4, 3))]
+
+
+def _plain(convolution: Convolution) -> bool:
+    """Whether the window is one of 3x3 that the kernel can unroll."""
+    return (convolution.kernel, convolution.stride, convolution.dilation) == ((3, 3), (1, 1), (1, 1))
 
 
 def _in_place(tile: Tile) -> bool:

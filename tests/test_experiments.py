@@ -1,0 +1,184 @@
+"""The experiments on detection, segmentation and faces run end to end, with small networks in place of large ones."""
+
+import importlib
+import json
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torchvision.models.detection import RetinaNet
+from torchvision.models.detection.anchor_utils import AnchorGenerator
+from torchvision.models.segmentation.fcn import FCNHead
+
+import halve
+from tests.detectors import Backbone, lively
+
+ROOT = Path(__file__).parent.parent
+SMALL = (
+    "--device cpu --size 48 --batch 4 --train-seconds 1 --learn-batch 4 --learn-minutes 0.05 --tests 4 --time-batch 2 "
+    "--time-seconds 0.1"
+)
+QUICKLY = pytest.mark.filterwarnings("ignore::halve.errors.LearningWarning", "ignore::halve.errors.EngineWarning")
+METHODS = ["dense", "magnitude", "reconstruct", "learned"]
+
+
+@pytest.fixture
+def experiment(monkeypatch):
+    """A module of experiments/, by name."""
+    monkeypatch.syspath_prepend(ROOT / "experiments")
+    return importlib.import_module
+
+
+def test_boxes_enclose_the_pixels_of_a_shape_that_is_alone(experiment):
+    scenes = experiment("scenes").render(40, 96, torch.Generator().manual_seed(0))
+    assert scenes.images.shape == (40, 3, 96, 96)
+    assert scenes.images.min() >= 0
+    assert scenes.images.max() <= 1
+    kinds, alone = set(), 0
+    for pixels, target in zip(scenes.pixels, scenes.targets, strict=True):
+        kinds |= set(target["labels"].tolist())
+        if len(target["labels"]) != 1 or len(pixels.unique()) != 2:
+            continue
+        rows, columns = (pixels == target["labels"]).nonzero().T
+        extent = torch.tensor([columns.min(), rows.min(), columns.max() + 1, rows.max() + 1])
+        assert (extent - target["boxes"][0]).abs().max() < 3.5  # the tip of a star is thinner than a pixel
+        alone += 1
+    assert alone > 4
+    assert kinds == set(range(1, 11))
+
+
+def test_scenes_are_the_same_for_the_same_seed(experiment):
+    stream = experiment("scenes").Stream(2, 2, 32, 5, "cpu", "segmentation")
+    first, again = ([images for images, _ in stream] for _ in range(2))
+    assert all(map(torch.equal, first, again))
+    assert not torch.equal(*first)
+
+
+def test_training_lowers_the_loss(experiment):
+    torch.manual_seed(0)
+    model, data = nn.Conv2d(1, 1, 1), torch.rand(8, 1, 4, 4)
+    losses = []
+
+    def loss_of(model, batch):
+        losses.append((model(batch) - 3 * batch).square().mean())
+        return losses[-1]
+
+    facts = experiment("trained").train_(model, [data] * 1000, loss_of, 1.0, 0.05)
+    assert facts["train_steps"] == len(losses) > 10
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def tiny_detector(size):
+    anchors = AnchorGenerator(((8, 16),), ((1.0,),))
+    return lively(RetinaNet(Backbone(), 11, anchor_generator=anchors, min_size=size, max_size=size))
+
+
+@pytest.fixture
+def detection(experiment, monkeypatch):
+    detection = experiment("detection")
+    monkeypatch.setattr(detection, "detector", tiny_detector)
+    return detection
+
+
+@QUICKLY
+def test_a_detector_is_trained_masked_timed_and_exported(detection, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(detection, "find_spec", lambda name: None)
+    detection.main([str(tmp_path), *SMALL.split()])
+    assert "--score" in capsys.readouterr().out  # mAP needs packages that a GPU machine may not have
+    found = json.loads((tmp_path / "measured.json").read_text())
+    assert [r["method"] for r in found["accuracy"]] == [*METHODS, "compiled"]
+    assert found["accuracy"][0]["agreement"] == 1.0
+    assert found["accuracy"][0]["train_steps"] > 0
+    assert found["export"]["outputs"] == ["cls_logits", "bbox_regression"]
+    assert found["export"]["difference"] < 1e-4
+    assert found["speed"]["median_ms"].keys() == {"eager", "compiled, dense", "compiled, 2:4"}
+    for method in METHODS[1:]:
+        assert (tmp_path / f"{method}.masks.safetensors").exists()
+
+
+def test_a_network_that_is_there_is_not_trained_again(experiment, tmp_path):
+    trained = experiment("trained")
+    options = trained.parser_of("").parse_args([str(tmp_path), *SMALL.split()])
+    one, facts = trained.trained(TinySegmentation, [torch.rand(2, 3, 48, 48)] * 3, total, options)
+    other, again = trained.trained(TinySegmentation, [], total, options)
+    assert facts == again
+    assert facts["train_steps"] == 3
+    assert all(torch.equal(x, other.state_dict()[name]) for name, x in one.state_dict().items())
+
+
+def total(model, images):
+    return model(images)["out"].square().mean()
+
+
+def test_boxes_are_kept_and_read_again(detection):
+    found = [
+        {"boxes": torch.rand(count, 4), "labels": torch.arange(count), "scores": torch.rand(count)}
+        for count in (2, 0, 3)
+    ]
+    again = detection.by_image(detection.flat(found), 3)
+    assert all(torch.equal(one[part], other[part]) for one, other in zip(found, again, strict=True) for part in one)
+
+
+@pytest.mark.skipif(not (find_spec("torchmetrics") and find_spec("pycocotools")), reason="no library for mAP")
+@pytest.mark.filterwarnings("ignore")  # of the library
+def test_map_is_one_for_the_boxes_that_are_there_and_falls_with_what_is_missing(detection, tmp_path):
+    scenes = importlib.import_module("scenes").render(6, 64, torch.Generator().manual_seed(0))
+    right = [target | {"scores": torch.ones(len(target["labels"]))} for target in scenes.targets]
+    half = [{part: tensor[::2] for part, tensor in one.items()} for one in right]
+    kept = {"target": scenes.targets, "dense": right, "learned": half}
+    flattened = {f"{name}.{part}": x for name, one in kept.items() for part, x in detection.flat(one).items()}
+    detection.save_file(flattened, tmp_path / detection.BOXES)
+    measured = {"images": 6, "accuracy": [{"method": name, "agreement": None} for name in ("dense", "learned")]}
+    (tmp_path / detection.MEASURED).write_text(json.dumps(measured))
+    detection.score(tmp_path, tmp_path / "out.json")
+    dense, learned = (r["map"] for r in json.loads((tmp_path / "out.json").read_text())["accuracy"])
+    assert dense == 1.0
+    assert 0.2 < learned < 0.9
+
+
+class TinySegmentation(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.backbone, self.classifier = Backbone(), FCNHead(16, 11)
+
+    def forward(self, images):
+        return {"out": nn.functional.interpolate(self.classifier(self.backbone(images)), images.shape[2:])}
+
+
+@QUICKLY
+def test_a_segmentation_network_is_trained_masked_timed_and_exported(experiment, tmp_path, monkeypatch):
+    segmentation = experiment("segmentation")
+    monkeypatch.setattr(segmentation, "network", TinySegmentation)
+    segmentation.main([str(tmp_path), *SMALL.split(), "--out", str(tmp_path / "found.json")])
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [r["method"] for r in found["accuracy"]] == [*METHODS, "compiled"]
+    assert found["accuracy"][0]["agreement"] == 1.0
+    assert all(0 <= r["miou"] < 1 for r in found["accuracy"])
+    assert found["export"]["difference"] < 1e-4
+    masks = halve.load(tmp_path / "learned.masks.safetensors")
+    assert len(masks) == found["accuracy"][3]["masked_layers"] == 3
+
+
+@QUICKLY
+@pytest.mark.skipif(not find_spec("facenet_pytorch"), reason="no facenet-pytorch")
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")  # of the package
+def test_a_face_detector_is_masked_compared_timed_and_exported(experiment, tmp_path):
+    from PIL import Image
+
+    scenes = importlib.import_module("scenes").render(4, 96, torch.Generator().manual_seed(0))
+    for name in ("train", "test"):
+        (tmp_path / name).mkdir()
+        for number, image in enumerate(scenes.images):
+            pixels = (255 * image).byte().permute(1, 2, 0).numpy()
+            Image.fromarray(pixels).save(tmp_path / name / f"{number}.png")
+    folders = [str(tmp_path / name) for name in ("train", "test", "work")]
+    options = "--photos 4 --tests 4 --images 64 --steps 3 --seconds 0.1 --thresholds 0.1 0.0 0.0"
+    experiment("faces").main([*folders, *options.split(), "--out", str(tmp_path / "found.json")])
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert [r["network"] for r in found["networks"]] == ["pnet", "rnet", "onet"]
+    assert found["networks"][0]["masked"] == ["conv3"]
+    assert "not divisible by 4" in found["networks"][0]["not_masked"]["conv2"]
+    assert all(r["difference"] < 1e-4 for r in found["networks"])
+    assert all(r["images"] == 4 for r in found["accuracy"])
