@@ -1,24 +1,27 @@
 """What can be certified on real networks, and how far attacks get: flips, regions, updates of the weights.
 
     python experiments/certify.py SUBJECTS --prepare ASSETS                # once: networks, masks and images
-    python experiments/certify.py SUBJECTS --run digits_region_2 [--device cuda] [--seconds 200] [--out FILE]
-    python experiments/certify.py SUBJECTS --run digits_region_2 --attack  # afterwards, on a CPU
+    python experiments/certify.py SUBJECTS --run digits_region_2 [--processes 16 | --device cuda] [--seconds 500]
+    python experiments/certify.py SUBJECTS --run digits_region_2 --attack  # afterwards
+    python experiments/certify.py --merge FILE                             # records of another machine
     python experiments/certify.py --list
 
 SUBJECTS is a folder that --prepare fills: networks, their masks and test images in random order. ASSETS has the layout
 of one_shot.py. Digits and ResNet-20 get learned masks, ResNet-50 keeps the largest weights, with recalibrated
-statistics. A run continues where an earlier one with the same masks stopped, and writes its record after every few
-images, by default to experiments/results/certify.json.
+statistics. A run continues where an earlier one with the same masks and bounds stopped, and writes its record after
+every image, or every few that are taken together on a GPU, to --out, by default experiments/results/certify.json.
 """
 
 import argparse
 import datetime
+import functools
 import json
+import math
+import multiprocessing
 import statistics
 import sys
 import time
-import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,16 +31,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 import halve
-from halve.certify.attack import attack_input, attack_weights, margin_of
+from halve.certify.attack import attack_agreement, attack_input, attack_weights, margin_of
 from halve.certify.changes import WeightBox
-from halve.certify.crown import Bounds, Margin, OutOfTime, proven_margins
-from halve.certify.digests import digest_of_masks
+from halve.certify.crown import Bounds, OutOfTime
+from halve.certify.digests import digest_of_bounds, digest_of_masks
 from halve.certify.lemmas import norm
+from halve.certify.margins import Margin, proven_margins
 from halve.certify.network import Network, network_of
 from halve.certify.operators import Layer, Linear
 from halve.certify.proofs import at_once
 from halve.certify.region import box
-from halve.certify.reuse import chosen, largest, weight_units
+from halve.certify.reuse import PRECISION, chosen, largest, weight_units
 from halve.certify.rounding import Interval
 from halve.masks.storage import write_atomically
 from halve.sources.data import load_data
@@ -62,10 +66,11 @@ class Run:
     images: int
     layers: tuple[str, ...] | None = None
     method: str = "CROWN"
+    branches: int = 0
 
 
 RUNS = {
-    **{f"digits_region_{k}": Run("digits", "region", k / 255, 100) for k in (2, 4, 8)},
+    **{f"digits_region_{k}": Run("digits", "region", k / 255, 100, branches=1000) for k in (2, 4, 8)},
     "digits_intervals_0.25": Run("digits", "region", 0.25 / 255, 100, None, "intervals"),
     "digits_region_radius": Run("digits", "region", None, 50),
     "digits_reuse_radius": Run("digits", "reuse", None, 50),
@@ -77,6 +82,7 @@ RUNS = {
         f"{name}_lemma_4": Run(name, "lemma 4", None, 10, None, "norms")
         for name in ("digits", "cifar_resnet20", "resnet50_v1")
     },
+    "digits_agreement": Run("digits", "agreement", None, 50, None, "attack"),
     "resnet20_flips": Run("cifar_resnet20", "flips", None, 10_000, None, "exact binomial"),
     "resnet50_flips": Run("resnet50_v1", "flips", None, 500, None, "exact binomial"),
 }
@@ -148,7 +154,7 @@ class Prover:
     """Proves a statement for images, and attacks it."""
 
     def __init__(self, run: Run, subject: Subject, device: str, limit: float) -> None:
-        self.run, self.subject, self.limit = run, subject, limit
+        self.run, self.subject, self.device, self.limit = run, subject, device, limit
         masks = subject.masks
         masked = halve.restore_order(halve.apply(subject.model, masks), masks)
         self.models = {"masked": masked, "dense": halve.restore_order(subject.model, masks)}
@@ -161,6 +167,15 @@ class Prover:
         if name not in self.networks:
             self.networks[name] = network_of(self.models[name], self.subject.images[:1])
         return self.networks[name]
+
+    @torch.no_grad()
+    def agree(self) -> list[bool]:
+        """Whether the two networks predict the same class, for each image."""
+        found: list[bool] = []
+        for some in self.subject.images.double().split(10):
+            classes = [model(some.to(self.device)).argmax(1) for model in self.models.values()]
+            found += (classes[0] == classes[1]).tolist()
+        return found
 
     def prove(self, images: Tensor) -> list[dict[str, Any]]:
         """The outcome for each of some images."""
@@ -208,7 +223,9 @@ class Prover:
                     float(a[label] - torch.cat([b[:label], b[label + 1 :]]).max())
                     for a, b, label in zip(low, high, labels, strict=True)
                 ]
-            found: list[Margin] = proven_margins(self.network(name), near, changes, labels, True, self.limit)
+            found: list[Margin] = proven_margins(
+                self.network(name), near, changes, labels, True, self.run.branches, self.limit
+            )
             return [one.bound for one in found]
         except OutOfTime:
             return [None] * len(labels)
@@ -303,12 +320,29 @@ def lemma_4(prover: Prover, image: Tensor) -> dict[str, Any]:
     return {"agree": True, "bound": change[-1], "margin": margin}
 
 
+def agreement(prover: Prover, image: Tensor) -> dict[str, Any]:
+    """The largest update for which an attack flips neither network, and whether they differ after one just above it."""
+    masked, dense = prover.models["masked"], prover.models["dense"]
+    if int(masked(image[None]).argmax()) != int(dense(image[None]).argmax()):
+        return {"agree": False}
+
+    def attacked(u: float) -> tuple[bool, bool]:
+        radii = {name: u * unit for name, unit in prover.units["dense"].items()}
+        return attack_agreement(masked, dense, image, radii, prover.subject.masks)
+
+    [kept] = largest(lambda which, sizes: [not attacked(u)[0] for u in sizes], [1e-2])
+    return {"agree": True, "radius": kept, "differ": attacked(kept * (1 + PRECISION))[1]}
+
+
 def summary(run: Run, found: list[dict[str, Any]]) -> dict[str, Any]:
     """What is published of a run."""
     agree = [one for one in found if one["agree"]]
     if run.statement == "lemma 4":
         middle = {key: statistics.median(one[key] for one in agree) for key in ("bound", "margin")}
         return {"n": len(agree), "median_bound": middle["bound"], "median_margin": middle["margin"]}
+    if run.statement == "agreement":
+        radius = statistics.median(one["radius"] for one in agree)
+        return {"n": len(agree), "median_attack_radius": radius, "differ": sum(one["differ"] for one in agree)}
     times = [one["seconds"] for one in agree]
     result: dict[str, Any] = {"n": len(agree), "disagree": len(found) - len(agree)}
     if not agree:
@@ -344,10 +378,73 @@ class Records:
         return {one["run"]: one for one in json.loads(self._path.read_text())} if self._path.exists() else {}
 
     def save(self, record: dict[str, Any]) -> None:
-        """Write a record; runs may share the file, each with its own records."""
+        """Write a record; the others stay."""
         records = self.load() | {record["run"]: record}
         ordered = [records[name] for name in RUNS if name in records]
         write_atomically(self._path, f"{json.dumps(ordered, indent=1)}\n".encode())
+
+    def merge(self, others: dict[str, dict[str, Any]]) -> None:
+        """Take records from elsewhere: images join those of the same masks and bounds; other records are replaced."""
+        for name, record in others.items():
+            mine = self.load().get(name, {})
+            if "per_image" in record and all(mine.get(key) == record[key] for key in SAME):
+                found = {one["index"]: one for one in (*mine["per_image"], *record["per_image"])}
+                images = [found[index] for index in sorted(found)]
+                record |= summary(RUNS[name], images) | {"per_image": images}
+            self.save(record)
+
+
+SAME = ("masks", "bounds")  # what a run must share with an earlier one to continue it
+
+
+@dataclass(frozen=True)
+class Task:
+    """Some images of a run, to be proven or attacked; a process of its own can do it."""
+
+    name: str
+    folder: Path
+    device: str
+    limit: float
+    images: tuple[int, ...]
+    attacked: dict[str, Any] | None = None
+
+    def outcomes(self) -> list[dict[str, Any]]:
+        """The outcome for each image; for an attack, the one that is known with what the attack found."""
+        prover = _prover(self.name, self.folder, self.device, self.limit)
+        images = prover.subject.images[list(self.images)].double().to(self.device)
+        if self.attacked is not None:
+            return [self.attacked | prover.attack(images[0], self.attacked)]
+        alone = {"lemma 4": lemma_4, "agreement": agreement}.get(prover.run.statement)
+        found = prover.prove(images) if alone is None else [alone(prover, image) for image in images]
+        return [{"index": index} | outcome for index, outcome in zip(self.images, found, strict=True)]
+
+
+@functools.cache
+def _prover(name: str, folder: Path, device: str, limit: float) -> Prover:
+    return Prover(RUNS[name], subject(RUNS[name].network, folder), device, limit)
+
+
+def _outcomes(task: Task) -> tuple[Task, list[dict[str, Any]]]:
+    torch.set_num_threads(1)
+    return task, task.outcomes()
+
+
+def completed(tasks: Sequence[Task], processes: int, deadline: float) -> Iterator[tuple[Task, list[dict[str, Any]]]]:
+    """Tasks with their outcomes, as they finish; what is not finished by the deadline is dropped."""
+    if processes == 1:
+        for task in tasks:
+            if time.monotonic() > deadline:
+                return
+            yield _outcomes(task)
+        return
+    with multiprocessing.get_context("spawn").Pool(processes) as pool:  # ends what still runs when it is left
+        results = pool.imap_unordered(_outcomes, tasks)
+        for _ in tasks:
+            left = None if math.isinf(deadline) else max(0.0, deadline - time.monotonic())
+            try:
+                yield results.next(left)
+            except multiprocessing.TimeoutError:
+                return
 
 
 @dataclass(frozen=True)
@@ -357,46 +454,79 @@ class Settings:
     folder: Path
     records: Records
     device: str
+    processes: int
     seconds: float
     image_seconds: float
 
-    def execute(self, name: str) -> None:
-        """Continue a run until it is done or the time is up."""
-        run, one = RUNS[name], subject(RUNS[name].network, self.folder)
-        context = self._context(name, run, one)
-        record = self.records.load().get(name, {})
-        found = record.get("per_image", []) if record.get("masks") == context["masks"] else []
-        prover, images = Prover(run, one, self.device, self.image_seconds), one.images.double().to(self.device)
-        group = 1 if run.statement == "lemma 4" else at_once(prover.network("masked"), images.device)
-        started = time.perf_counter()
-        while (done := sum(outcome["agree"] for outcome in found)) < run.images and len(found) < len(images):
-            if time.perf_counter() - started > self.seconds:
-                break
-            some = images[len(found) :][: min(group, run.images - done)]
-            found += [lemma_4(prover, some[0])] if run.statement == "lemma 4" else prover.prove(some)
-            self.records.save(context | summary(run, found) | {"per_image": found})
-            print(name, len(found), json.dumps(found[-1]), f"{time.perf_counter() - started:.1f} s", flush=True)
+    def execute(self, names: Sequence[str]) -> None:
+        """Continue runs until they are done or the time is up."""
+        self._work(names, self._open_images)
 
-    def attack(self, name: str) -> None:
-        """Attack the images of a run that were proven or not, in its record."""
-        run, one, record = RUNS[name], subject(RUNS[name].network, self.folder), self.records.load()[name]
-        if record["masks"] != digest_of_masks(one.masks):
-            raise SystemExit(f"the record of {name} was made with other masks")
-        prover = Prover(run, one, self.device, self.image_seconds)
-        for image, outcome in zip(one.images.double().to(self.device), record["per_image"], strict=False):
-            if outcome["agree"] and "attacked" not in outcome and "attack_radius" not in outcome:
-                outcome |= prover.attack(image, outcome)
-                self.records.save(record | summary(run, record["per_image"]))
-                print(name, json.dumps(outcome), flush=True)
+    def attack(self, names: Sequence[str]) -> None:
+        """Attack the images of runs that were proven or not, in their records."""
+        self._work(names, self._open_attacks)
+
+    def _work(self, names: Sequence[str], tasks_of: Callable[[str, dict[str, Any]], list[Task]]) -> None:
+        started, tasks, records = time.monotonic(), [], {}
+        for name in names:
+            records[name] = self._record(name)
+            tasks += tasks_of(name, records[name])
+        for count, (task, outcomes) in enumerate(completed(tasks, self.processes, started + self.seconds), 1):
+            record = records[task.name]
+            found = {one["index"]: one for one in (*record["per_image"], *outcomes)}
+            record["per_image"] = [found[index] for index in sorted(found)]
+            images = record.pop("per_image")
+            record |= summary(RUNS[task.name], images) | {"per_image": images}  # what is long comes last
+            self.records.save(record)
+            shown = json.dumps(outcomes[-1])
+            print(f"{count} of {len(tasks)}, {time.monotonic() - started:.0f} s: {task.name} {shown}", flush=True)
+
+    def _record(self, name: str) -> dict[str, Any]:
+        """The record of a run, with the images that are finished."""
+        run, before = RUNS[name], self.records.load().get(name, {})
+        fresh = self._context(name, run, subject(run.network, self.folder))
+        same = all(before.get(key) == fresh[key] for key in SAME)
+        return before if same else fresh | {"per_image": []}
+
+    def _open_images(self, name: str, record: dict[str, Any]) -> list[Task]:
+        run, prover = RUNS[name], self._prover(name)
+        done, wanted, agreeing = {one["index"] for one in record["per_image"]}, [], 0
+        for index, agree in enumerate(prover.agree()):
+            if agreeing == run.images:
+                break
+            agreeing += agree or run.statement == "lemma 4"
+            wanted += [] if index in done else [index]
+        group = 1
+        if run.statement != "lemma 4":
+            group = at_once(prover.network("masked"), torch.device(self.device))
+        return [self._task(name, wanted[at : at + group]) for at in range(0, len(wanted), group)]
+
+    def _open_attacks(self, name: str, record: dict[str, Any]) -> list[Task]:
+        if not record["per_image"]:
+            raise SystemExit(f"there is no record of {name} with these masks and bounds")
+        return [
+            self._task(name, [one["index"]], one)
+            for one in record["per_image"]
+            if one["agree"] and "attacked" not in one and "attack_radius" not in one
+        ]
+
+    def _task(self, name: str, images: Sequence[int], attacked: dict[str, Any] | None = None) -> Task:
+        return Task(name, self.folder, self.device, self.image_seconds, tuple(images), attacked)
+
+    def _prover(self, name: str) -> Prover:
+        return _prover(name, self.folder, self.device, self.image_seconds)
 
     def _context(self, name: str, run: Run, one: Subject) -> dict[str, Any]:
         unit = "pixels in 0..1" if run.statement == "region" else "of the layer's root mean square"
         about: dict[str, Any] = {"run": name, "network": run.network, "statement": run.statement}
-        about |= {"method": run.method, "size": run.size, "unit": None if run.statement == "flips" else unit}
+        about |= {"method": run.method, "branches": run.branches, "size": run.size}
+        about |= {"unit": None if run.statement == "flips" else unit}
         about |= {"layers": run.layers and list(run.layers), "mask": MASKS[run.network]}
-        device = torch.cuda.get_device_name() if self.device == "cuda" else f"CPU, {torch.get_num_threads()} thread"
+        many = f", {self.processes} processes at a time" if self.processes > 1 else ""
+        device = torch.cuda.get_device_name() if self.device == "cuda" else f"CPU, 1 thread{many}"
         versions = {"halve": VERSION, "torch": str(torch.__version__)}
-        about |= {"masks": digest_of_masks(one.masks), "device": device, "versions": versions}
+        about |= {"masks": digest_of_masks(one.masks), "bounds": digest_of_bounds()}
+        about |= {"device": device, "image_seconds": _finite(self.image_seconds), "versions": versions}
         return about | {"date": str(datetime.date.today())}
 
     def flips(self, name: str, assets: Path) -> None:
@@ -405,6 +535,10 @@ class Settings:
         self.records.save(
             self._context(name, run, subject(run.network, self.folder)) | flips(run.network, assets, self.folder)
         )
+
+
+def _finite(seconds: float) -> float | None:
+    return None if math.isinf(seconds) else seconds
 
 
 def main() -> None:
@@ -416,11 +550,12 @@ def main() -> None:
     parser.add_argument("--attack", action="store_true", help="attack what --run has recorded")
     parser.add_argument("--assets", type=Path, help="for flips: the folder with all test images")
     parser.add_argument("--device", default="cpu", choices=["cpu", "cuda"])
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="start no images of a run after this time")
+    parser.add_argument("--processes", type=int, default=1, help="images at a time, each on one core")
+    parser.add_argument("--seconds", type=float, default=math.inf, help="stop after this time")
     parser.add_argument(
-        "--image-seconds", type=float, default=200.0, help="limit for an image, or those taken together"
+        "--image-seconds", type=float, default=math.inf, help="limit for each network on an image, or a few together"
     )
-    parser.add_argument("--until", type=float, default=float("inf"), help="start no run after this time")
+    parser.add_argument("--merge", type=Path, metavar="FILE", help="take the records of this file")
     parser.add_argument("--out", type=Path, default=RESULTS)
     parser.add_argument("--list", action="store_true")
     arguments = parser.parse_args()
@@ -428,27 +563,26 @@ def main() -> None:
         print(*RUNS, sep="\n")
         sys.exit()
     torch.set_num_threads(1)
+    records = Records(arguments.out)
+    if arguments.merge is not None:
+        records.merge(Records(arguments.merge).load())
     if arguments.prepare is not None:
         for name in arguments.networks:
             prepare(name, arguments.prepare, arguments.subjects)
-    records, started, failed = Records(arguments.out), time.perf_counter(), False
-    for name in arguments.run:
-        left = arguments.until - (time.perf_counter() - started)
-        if left <= 0:
-            break
-        seconds, longest = min(arguments.seconds, left), min(arguments.image_seconds, left)
-        settings = Settings(arguments.subjects, records, arguments.device, seconds, longest)
-        try:
-            if RUNS[name].statement == "flips":
-                settings.flips(name, arguments.assets)
-            elif arguments.attack:
-                settings.attack(name)
-            else:
-                settings.execute(name)
-        except Exception:  # the runs after it are still worth their time
-            traceback.print_exc()
-            failed = True
-    sys.exit(failed)
+    settings = Settings(
+        arguments.subjects,
+        records,
+        arguments.device,
+        arguments.processes,
+        arguments.seconds,
+        arguments.image_seconds,
+    )
+    counted = [name for name in arguments.run if RUNS[name].statement == "flips"]
+    proven = [name for name in arguments.run if name not in counted]
+    for name in counted:
+        settings.flips(name, arguments.assets)
+    if proven:
+        (settings.attack if arguments.attack else settings.execute)(proven)
 
 
 if __name__ == "__main__":

@@ -5,9 +5,9 @@
 ASSETS has the layout of accuracy.py. A mask is learned once. Then the dense network is fine-tuned on its training
 images in growing amounts, each going on from the one before, with all layers and BatchNorm statistics free. For each
 update the test images compare, all on the new weights: the dense network, the old mask, magnitude, the old mask learned
-again in a tenth of the steps (as by default, and with a higher rate), and a mask learned from scratch in as few. Mask
-and checkpoints are kept in --work, and an update that is in the results already is not measured again. --reduced fits
-ten minutes of one CPU core. Writes experiments/results/reuse.json.
+again in a tenth of the steps, and a mask learned from scratch in as few. Mask and checkpoints are kept in --work, and an
+update that is in the results already is not measured again. --reduced fits ten minutes of one CPU core. Writes
+experiments/results/reuse.json.
 """
 
 import argparse
@@ -35,7 +35,6 @@ REDUCED = {"steps": 500, "batch": 32, "updates": [0, 10, 50, 200, 800], "test_im
 SHARE = 10  # masks are learned again in a tenth of the steps
 ARMS = {  # name -> options of halve.learn; True stands for the old mask
     "relearned": {"start": True},
-    "relearned_faster": {"start": True, "lr": 0.2},  # chosen on training images; 0.07 changes no code in 50 steps
     "fresh": {},
 }
 LR, MOMENTUM, WEIGHT_DECAY = 0.01, 0.9, 5e-4  # of fine-tuning

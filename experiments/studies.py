@@ -12,8 +12,7 @@ PAPER_METHODS = {
 REUSE_ARMS = {
     "dense": "dense, updated",
     "kept": "old mask",
-    "relearned": "relearned from it, default",
-    "relearned_faster": "relearned from it, lr 0.2",
+    "relearned": "relearned from it",
     "fresh": "learned from scratch",
     "magnitude": "magnitude",
 }
@@ -21,7 +20,6 @@ STROKES = {
     "dense": ("arrow", "8 5"),
     "kept": ("curve", ""),
     "relearned": ("curve", "3 4"),
-    "relearned_faster": ("curve", "9 5"),
     "fresh": ("other", ""),
     "magnitude": ("other", "3 4"),
 }

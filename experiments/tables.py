@@ -332,6 +332,21 @@ def photos() -> str:
     return f"{table([f'changed predictions of {count:,}', *dtypes], rows)}\n\n{note}"
 
 
+def conv3x3() -> str:
+    """3x3 layers on a GPU: microseconds of our kernel with half of the weights and with all, and of cuDNN."""
+    records, rows = recorded("benchmarks/results/conv3x3.json"), []
+    for record in records:
+        ms = record["median_ms"]
+        kinds = ("wgmma_sp ", "wgmma ", "cudnn")
+        ours, dense, cudnn = (min(time for name, time in ms.items() if name.startswith(kind)) for kind in kinds)
+        cells = [f"{1e3 * time:.1f}" for time in (cudnn, dense, ours)]
+        rows.append(
+            [f"{record['layer']} px, batch {record['batch']}", *cells, f"{cudnn / ours:.2f}x", f"{dense / ours:.2f}x"]
+        )
+    heads = ["microseconds", "cuDNN", "our kernel, all weights", "2:4", "over cuDNN", "over all weights"]
+    return f"{table(heads, rows)}\n\n{measured_on(records)} (`benchmarks/bench_3x3.py`); float16, with bias and ReLU."
+
+
 def gpu_layers() -> str:
     """Masked layers on a GPU: microseconds dense, on our kernels with all weights, and with half of them."""
     records = [r for r in recorded("benchmarks/results/gpu_layers.json") if is_main(r["network"])]
@@ -366,11 +381,16 @@ CERTIFIED = {  # runs, and how they are called
     "digits_intervals_0.25": ("digits, pixels change by 0.25/255", "intervals"),
     "digits_region_2": ("digits, pixels change by 2/255", "CROWN"),
     "digits_region_4": ("digits, pixels change by 4/255", "CROWN"),
+    "digits_region_8": ("digits, pixels change by 8/255", "CROWN"),
     "digits_region_radius": ("digits, radius in pixels", "CROWN"),
     "digits_reuse_radius": ("digits, radius of an update of all layers", "CROWN"),
     "resnet20_stage3_0.001": ("ResNet-20, stage 3 and head updated by 1e-3", "CROWN"),
+    "resnet20_stage3_0.003": ("ResNet-20, stage 3 and head updated by 3e-3", "CROWN"),
     "resnet20_all_1e-05": ("ResNet-20, all layers updated by 1e-5", "CROWN"),
+    "resnet20_all_0.0001": ("ResNet-20, all layers updated by 1e-4", "CROWN"),
     "resnet20_region_0.0625": ("ResNet-20, pixels change by 0.0625/255", "CROWN"),
+    "resnet20_region_0.125": ("ResNet-20, pixels change by 0.125/255", "CROWN"),
+    "resnet20_region_0.25": ("ResNet-20, pixels change by 0.25/255", "CROWN"),
     "resnet50_last_0.0001": ("ResNet-50, last block and head updated by 1e-4", "CROWN"),
     "resnet50_last_0.001": ("ResNet-50, last block and head updated by 1e-3", "CROWN"),
 }
@@ -394,12 +414,23 @@ def certify_proofs() -> str:
             attack = "" if record["attack"] is None else f"{100 * record['attack']:.0f} %"
             loss = "" if record["tightness"] is None else f"{record['tightness']:.1f}"
             if record["out_of_time"]:
-                certified += f" ({record['out_of_time']} not finished in 200 s)"
+                certified += f" ({record['out_of_time']} not finished in {record.get('image_seconds', 200):.0f} s)"
+        method += f", up to {record['branches']:,} parts" if record.get("branches") else ""
         seconds = record["seconds_per_image"]
         time = f"{seconds:.1f} s" if seconds < 100 else f"{seconds:.0f} s"
         rows.append([name, method, str(record["n"]), certified, attack, loss, time])
     heads = ["statement", "method", "images", "certified", "attack flips", "loss over attack", "time per image"]
     return table(heads, rows)
+
+
+def certify_agreement() -> str:
+    """Agreement after updates, against keeping the class."""
+    [record] = [r for r in recorded("experiments/results/certify.json") if r["statement"] == "agreement"]
+    return prose(
+        f"For {record['differ']} of {record['n']} digits, an attack finds an update after which the networks differ at "
+        f"most 5 % above the largest update for which it flips neither of them (median "
+        f"{record['median_attack_radius']:.2g})."
+    )
 
 
 def certify_lemmas() -> str:
@@ -430,7 +461,16 @@ def certify_soundness() -> str:
         f"`benchmarks/soundness.py` searches for wrong bounds: random networks of all these operators, with boxes "
         f"around inputs and weights, against sampling and projected gradient descent. In {record['cases']:,} cases on "
         f"{record['networks']:,} networks, {len(record['broken'])} bounds were wrong; "
-        f"{100 * record['proven'] / record['cases']:.0f} % of the cases were proven."
+        f"{100 * record['proven'] / record['cases']:.0f} % of the cases were proven.{_in_parts(record)}"
+    )
+
+
+def _in_parts(record: dict[str, Any]) -> str:
+    if "bounds" not in record:
+        return " These were earlier bounds, without proofs in parts."
+    return (
+        f" {record['in_parts']:,} proofs were also divided into parts, of which {record['proven_in_parts_alone']:,} "
+        f"succeeded only so. The sources of these bounds have the digest {record['bounds'][:12]}."
     )
 
 
@@ -696,6 +736,7 @@ TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
         ("docs/results/speed.md", "cpu", cpu),
         ("docs/results/speed.md", "speed_notes", speed_notes),
         ("docs/results/speed.md", "gpu_layers", gpu_layers),
+        ("docs/results/speed.md", "conv3x3", conv3x3),
         ("docs/results/speed.md", "pool", pool),
         ("docs/results/speed.md", "photos", photos),
         ("docs/results/speed.md", "loaders", loaders),
@@ -707,6 +748,7 @@ TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
         ("docs/results/tasks.md", "faces", tasks.faces),
         ("docs/tutorials/faces.md", "faces_tutorial", tasks.faces_table),
         ("docs/how/certificates.md", "certify_flips", certify_flips),
+        ("docs/how/certificates.md", "certify_agreement", certify_agreement),
         ("docs/how/certificates.md", "certify_proofs", certify_proofs),
         ("docs/how/certificates.md", "certify_lemmas", certify_lemmas),
         ("docs/how/certificates.md", "certify_soundness", certify_soundness),

@@ -7,7 +7,8 @@ from torch import nn
 from benchmarks.soundness import image, network
 from halve.certify import crown
 from halve.certify.changes import WeightBox
-from halve.certify.crown import Bounds, proven_margins
+from halve.certify.crown import Bounds, Choices
+from halve.certify.margins import proven_margins
 from halve.certify.network import network_of
 from halve.certify.rounding import Interval, around
 
@@ -73,7 +74,7 @@ def test_optimised_slopes_are_better_and_any_slopes_are_sound(device):
         for at, node in enumerate(bounds.network.nodes)
         if type(node.operator).__name__ == "ReLU"
     }
-    assert bool((bounds.lower(rows, slopes=wild) <= found).all())
+    assert bool((bounds.lower(rows, choices=Choices(wild, {})) <= found).all())
 
 
 def test_an_image_that_overflows_leaves_the_others_alone():

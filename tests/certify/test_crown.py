@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from benchmarks.soundness import RESULT, cases, image, network
+from benchmarks.soundness import RESULT, cases, image, network, started
 from halve.certify.attack import attack_input, margin_of
 from halve.certify.changes import WeightBox
 from halve.certify.crown import Bounds
@@ -31,6 +31,17 @@ def test_the_long_run_found_no_bound_that_is_wrong():
     assert record["broken"] == []
     assert record["cases"] > 1000
     assert 0.2 < record["proven"] / record["cases"] < 1
+
+
+def test_a_record_of_other_bounds_is_not_continued(tmp_path):
+    path = tmp_path / "soundness.json"
+    fresh = started(path)
+    assert (fresh["cases"], fresh["broken"]) == (0, [])
+    path.write_text(json.dumps(fresh | {"cases": 100}))
+    assert started(path)["cases"] == 100
+    for other in ({"cases": 100, "bounds": "0" * 64}, {"cases": 100}):
+        path.write_text(json.dumps(other))
+        assert started(path) == fresh
 
 
 def test_a_wrong_bound_would_be_noticed(monkeypatch):

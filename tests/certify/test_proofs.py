@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 import halve
-from halve.certify.attack import attack_input, attack_weights
+from halve.certify.attack import attack_agreement, attack_input, attack_weights
 from halve.certify.region import box
 from halve.certify.reuse import largest, weight_units
 from halve.errors import CertificateError, DataError, ModelError, OptionError
@@ -178,3 +178,55 @@ def test_clear_errors(model, masks, pictures):
     unknown = nn.Sequential(nn.Linear(8, 8), nn.Hardswish(), nn.Linear(8, 2)).eval()
     with pytest.raises(ModelError, match="no bounds for hardswish in module 1"):
         halve.certify(unknown, halve.prune(unknown), torch.randn(2, 8), reuse=1e-3)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_updated_networks_agree_exactly_as_long_as_both_keep_the_class(seed):
+    """The network that an update flips first is flipped while the other one is not: no weaker statement is true.
+
+    For one layer the smallest margin of each network is known exactly: the bounds reach it, and beyond it there is an
+    update after which the two networks differ.
+    """
+    torch.manual_seed(seed)
+    model, x, label = nn.Sequential(nn.Linear(8, 3)).double().requires_grad_(False), torch.randn(1, 8).double(), 0
+    dense, row = model[0], x[0]
+    dense.bias[label] += 3.0  # so that both networks predict it
+    masks = halve.prune(model, also="0")
+    kept, unit = masks["0"].kept(), float(dense.weight.square().mean().sqrt())
+
+    def first(which):
+        """The smallest update that flips a network, and its direction."""
+        found = []
+        for other in {0, 1, 2} - {label}:
+            gap = (dense.weight[label] * which[label] - dense.weight[other] * which[other]) @ row
+            gap = gap + dense.bias[label] - dense.bias[other]
+            slope = unit * ((row * which[label]).abs().sum() + (row * which[other]).abs().sum())
+            found.append((float(gap / slope), other))
+        return min(found)
+
+    ones = torch.ones_like(kept)
+    (masked_radius, masked_other), (dense_radius, dense_other) = first(kept), first(ones)
+    radius, other, which = min(
+        (masked_radius, masked_other, kept), (dense_radius, dense_other, ones), key=lambda o: o[0]
+    )
+    assert halve.certify(model, masks, x, reuse=0.999 * radius, also_dense=True).result["certified"] == 1
+    direction = torch.zeros_like(dense.weight)
+    direction[label], direction[other] = -(row * which[label]).sign(), (row * which[other]).sign()
+    updated = dense.weight + 1.001 * radius * unit * direction
+    classes = [int((row @ (updated * mask).T + dense.bias).argmax()) for mask in (kept, ones)]
+    assert sorted(classes) != [label, label]
+    assert label in classes
+
+
+def test_an_attack_makes_networks_differ_just_above_what_flips_neither(model, masks, pictures):
+    networks, x = (masked_double(model, masks), convnet().double().eval()), pictures[0].double()
+    units = weight_units(model, masks, True)["dense"]
+
+    def attacked(u):
+        return attack_agreement(*networks, x, {name: u * unit for name, unit in units.items()}, masks)
+
+    [radius] = largest(lambda which, sizes: [not attacked(u)[0] for u in sizes], [1e-2])
+    assert attacked(radius) == (False, False)
+    assert attacked(1.05 * radius) == (True, True)
+    proven = halve.certify(model, masks, pictures[:1], reuse="radius", also_dense=True).result["median_radius"]
+    assert 0 < proven <= radius

@@ -13,7 +13,7 @@ from torch import nn
 import halve
 from halve.engine import inductor
 from halve.engine.compiled import INDUCTOR
-from halve.engine.inductor import Bodies, CompiledBody, choose, compile_body
+from halve.engine.inductor import Bodies, CompiledBody, LayerTime, choose, compile_body
 from halve.engine.kernels.kernel import Kernel
 from halve.engine.recorded import shapes_of
 from halve.engine.timing_cache import TimingCache
@@ -101,6 +101,33 @@ def test_dense_layers_win_where_they_are_faster(planned, monkeypatch):
     monkeypatch.setattr(inductor, "measure", lambda calls, device: dict(zip(calls, (3.0, 2.0, 1.0), strict=True)))
     choice = choose(fast.body, (x,), kernels, TimingCache(None), None)
     assert {str(kernel) for kernel in choice.kernels.values()} == {"dense torch"}
+
+
+@pytest.mark.parametrize(
+    ("layers", "compiled"),
+    [
+        (LayerTime(planned_ms=0.99, dense_ms=1.5), []),
+        (LayerTime(planned_ms=0.99, dense_ms=0.9), ["dense"]),
+        (LayerTime(planned_ms=0.5, dense_ms=1.5), ["planned"]),
+        (LayerTime(planned_ms=0.5, dense_ms=0.9), ["planned", "dense"]),
+        (LayerTime(planned_ms=None, dense_ms=None), ["planned", "dense"]),
+    ],
+)
+def test_forms_that_cannot_be_faster_are_not_compiled(planned, monkeypatch, layers, compiled):
+    fast, x, kernels = planned
+    made = []
+
+    def compile_body(body, chosen, inputs):
+        made.append("planned" if chosen == kernels else "dense")
+        return body, 1.0
+
+    monkeypatch.setattr(inductor, "compile_body", compile_body)
+    monkeypatch.setattr(inductor, "measure", lambda calls, device: dict.fromkeys(calls, 2.0) | {"eager": 1.0})
+    cache = TimingCache(None)
+    for _ in range(2):  # timed, then remembered
+        choice = choose(fast.body, (x,), kernels, cache, "key", layers)
+        assert (choice.run, choice.kernels) == (None, kernels)
+    assert made == compiled
 
 
 def test_a_network_that_inductor_cannot_compile_stays_eager(made, monkeypatch):

@@ -59,6 +59,43 @@ def test_files_that_take_pixels_need_the_normalisation(images, tmp_path):
     assert torch.allclose(exported(normalised), model(normalised), atol=1e-5)
 
 
+def with_fixed_batch(source, target, size, reduce=False):
+    """The file with a fixed batch size; its output may be the mean over the batch."""
+    model = onnx.load(source)
+    for value in (*model.graph.input, *model.graph.output):
+        value.type.tensor_type.shape.dim[0].dim_value = size
+    if reduce:
+        output = model.graph.output[0]
+        axes = onnx.helper.make_tensor("axes", onnx.TensorProto.INT64, [1], [0])
+        model.graph.initializer.append(axes)
+        model.graph.node.append(onnx.helper.make_node("ReduceMean", [output.name, "axes"], ["mean"], keepdims=1))
+        output.name, output.type.tensor_type.shape.dim[0].dim_value = "mean", 1
+    onnx.save(model, target)
+    return target
+
+
+@pytest.mark.parametrize("size", [1, 16, 64])
+def test_a_file_with_a_fixed_batch_size_takes_any_number_of_images(images, size, tmp_path):
+    """Also fewer images than half of a batch: they are repeated more than once."""
+    model = network()
+    masks = halve.prune(model, "random", pattern="1:4")
+    free = halve.export(model, masks, images[:2], tmp_path / "net.onnx").path
+    exported = halve.load_onnx(with_fixed_batch(free, tmp_path / "fixed.onnx", size))
+    assert torch.allclose(exported(images), halve.load_onnx(free)(images), atol=1e-5)
+    batches = images.split(15)  # the last one is partial
+    found, expected = halve.certify(exported, None, batches, reference=model), halve.certify(model, masks, batches)
+    assert found.result == expected.result
+    assert found.result["images"] == 40
+
+
+def test_a_fixed_batch_size_without_a_result_for_each_image_is_refused(images, tmp_path):
+    free = halve.export(network(), None, images[:2], tmp_path / "net.onnx").path
+    exported = halve.load_onnx(with_fixed_batch(free, tmp_path / "fixed.onnx", 16, reduce=True))
+    assert exported(images[:16]).shape == (1, 5)
+    with pytest.raises(FileError, match=r"takes 16 images at a time, and its output 'mean' of shape \(1, 5\)"):
+        exported(images)
+
+
 def test_what_is_no_network_of_images_is_refused(tmp_path):
     (tmp_path / "text.onnx").write_text("hello")
     with pytest.raises(FileError, match="not an ONNX file"):

@@ -3,7 +3,7 @@
 What an attack finds is a fact, and what it does not find proves nothing. Attacks show how tight bounds are.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -64,22 +64,62 @@ def attack_weights(
         radii: How far each weight may move, by layer.
         steps: Steps of the descent. Default: 20.
     """
-    names = {f"{layer}.weight": radius for layer, radius in radii.items()}
+    return min(margin for margin, _ in _updates(model, image, label, radii, steps))
+
+
+def attack_agreement(
+    masked: nn.Module, dense: nn.Module, image: Tensor, radii: Mapping[str, Tensor], masks: MaskSet
+) -> tuple[bool, bool]:
+    """Whether updates were found that change the class of either network, and after which their classes differ.
+
+    Both networks get the same update; what the masks drop stays 0 in the masked one. Each network is attacked in turn.
+
+    Args:
+        masked: The masked network, in float64.
+        dense: The dense network, in float64.
+        image: The input, without a batch dimension, for which both predict the same class.
+        radii: How far each weight of the dense network may move, by layer.
+        masks: The masks.
+    """
+    kept = {
+        name: masks[name].kept().to(image.device) if name in masks else torch.ones_like(r) for name, r in radii.items()
+    }
+    only = {name: radius * kept[name] for name, radius in radii.items()}
+    label, flips, differs = int(dense(image[None]).argmax()), False, False
+    for attacked, allowed in ((masked, only), (dense, radii)):
+        for _, moved in _updates(attacked, image, label, allowed, _STEPS):
+            both = {name: change * kept[name] for name, change in moved.items()}
+            classes = [int(_moved(*one, image).argmax()) for one in ((masked, both), (dense, moved))]
+            flips |= classes != [label, label]
+            differs |= classes[0] != classes[1]
+    return flips, differs
+
+
+def _moved(model: nn.Module, moved: Mapping[str, Tensor], image: Tensor) -> Tensor:
+    """The scores of a network whose weights have moved."""
     parameters = dict(model.named_parameters())
-    moved = {name: torch.zeros_like(radius) for name, radius in names.items()}
-    least = float("inf")
+    weights = {f"{name}.weight": parameters[f"{name}.weight"].detach() + change for name, change in moved.items()}
+    return torch.func.functional_call(model, weights, (image[None],))[0]  # type: ignore[no-any-return]
+
+
+def _updates(
+    model: nn.Module, image: Tensor, label: int, radii: Mapping[str, Tensor], steps: int
+) -> Iterator[tuple[float, dict[str, Tensor]]]:
+    """The margins and updates that projected gradient descent comes by."""
+    moved = {name: torch.zeros_like(radius) for name, radius in radii.items()}
     for step in range(steps + 1):
-        weights = {name: (parameters[name].detach() + moved[name]).requires_grad_(True) for name in names}
+        leaves = {name: change.requires_grad_(True) for name, change in moved.items()}
         with torch.enable_grad():
-            margin = margin_of(torch.func.functional_call(model, weights, (image[None],))[0], label)
-        least = min(least, float(margin.detach()))
+            margin = margin_of(_moved(model, leaves, image), label)
+        found = {name: change.detach() for name, change in leaves.items()}
+        yield float(margin.detach()), found
         if step == steps:
-            break
-        gradients = torch.autograd.grad(margin, list(weights.values()))
-        for name, gradient in zip(names, gradients, strict=True):
-            change = moved[name] - names[name] * (1.0 if step == 0 else 0.3) * gradient.sign()
-            moved[name] = torch.minimum(torch.maximum(change, -names[name]), names[name])
-    return least
+            return
+        gradients = torch.autograd.grad(margin, list(leaves.values()))
+        moved = {}
+        for (name, radius), gradient in zip(radii.items(), gradients, strict=True):
+            change = found[name] - radius * (1.0 if step == 0 else 0.3) * gradient.sign()
+            moved[name] = torch.minimum(torch.maximum(change, -radius), radius)
 
 
 def attack_masks(model: nn.Module, dense: nn.Module, masks: MaskSet, image: Tensor, label: int) -> int | None:

@@ -22,6 +22,7 @@ from halve.modules import check_initialised, clone, unwrapped
 from halve.process_state import preserved_process_state
 
 PROOFS = ("region", "reuse", "changed_blocks")  # options that ask for proofs of single images
+_DEFAULTS = {"confidence": 0.999, "relative": True, "optimise": True, "branches": 0}
 _CLOSE = 1e-6  # how far recomputed margins may differ, relative to 1 + their size: other machines round differently
 
 
@@ -45,6 +46,7 @@ def certify(
     also_dense: bool = False,
     changed_blocks: int | None = None,
     optimise: bool = True,
+    branches: int = 0,
     device: Literal["cpu", "cuda"] = "cpu",
     check: Certificate | str | Path | None = None,
     forward: Forward | None = None,
@@ -84,6 +86,8 @@ def certify(
         changed_blocks: Certify that no change of at most this many blocks of the masks changes the prediction, and find
             how many an adversary needs.
         optimise: Optimise the bounds where they do not suffice at first (alpha-CROWN). Default: True.
+        branches: Divide proofs that do not suffice even so, by the signs of ReLU inputs, into up to this many parts for
+            each class (beta-CROWN); 500 take about half a minute on a small network. Default: 0.
         device: Where bounds are computed: "cpu" (default) or "cuda", which takes several images at once. Bounds have
             not been measured on a GPU yet.
         check: A certificate or its file: compute it again with its own settings. Raises `CertificateError` unless
@@ -113,7 +117,7 @@ def certify(
         "std": std,
     }
     options |= {"reuse": reuse, "relative": relative, "also_dense": also_dense, "optimise": optimise}
-    options["changed_blocks"] = changed_blocks
+    options |= {"branches": branches, "changed_blocks": changed_blocks}
     options["layers"] = [layers] if isinstance(layers, str) else layers
     claimed = None
     if check is not None:
@@ -169,7 +173,7 @@ def _proven(
     options: Mapping[str, Any],
     progress: Progress,
 ) -> Certificate:
-    common: dict[str, Any] = {"optimise": options["optimise"], "progress": progress}
+    common: dict[str, Any] = {"optimise": options["optimise"], "branches": options["branches"], "progress": progress}
     if options["region"] is not None:
         pixels = {"eps": options["region"], "mean": options["mean"], "std": options["std"]}
         return certify_region(masked, dense, data, digests, **pixels, **common)
@@ -183,7 +187,7 @@ def _options_of(claimed: Certificate, options: Mapping[str, Any]) -> dict[str, A
     """The options that a certificate was made with."""
     found = dict(options)
     for name in options:
-        given = claimed.settings.get(name, {"confidence": 0.999, "relative": True, "optimise": True}.get(name))
+        given = claimed.settings.get(name, _DEFAULTS.get(name))
         found[name] = options[name] if given == "function" else given
     if claimed.settings.get("interrupted") or (claimed.settings.get("by") == "function" and not callable(found["by"])):
         raise OptionError(
@@ -216,6 +220,11 @@ def _check_options(
             raise OptionError(f"changed_blocks must be a positive integer, got {value!r}")
         if not radius and (not isinstance(value, int | float) or not 0 < value < math.inf):
             raise OptionError(f"{name} must be a positive number, got {value!r}")
+    branches = options["branches"]
+    if not isinstance(branches, int) or isinstance(branches, bool) or branches < 0:
+        raise OptionError(f"branches must be 0 or a positive integer, got {branches!r}")
+    if branches and not (given and options["optimise"]):
+        raise OptionError("branches= is for region=, reuse= and changed_blocks=, and needs optimise=True")
     if given and (len(given) > 1 or counted or reference is not None or forward is not None):
         raise OptionError(
             f"{given[0]}= cannot be combined with another statement, nor with share=, by=, "

@@ -9,7 +9,6 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ _ENOUGH = 4  # how many times as many coefficients of all nodes together, where 
 TOLERANCE = 1e-9  # of the largest value of a node
 _FEW = 32  # classes
 _STEPS, _RATE = 20, 0.1  # of optimising slopes
-_STEPS_INSIDE, _RATE_INSIDE = 8, 0.25  # the same for intervals inside a network
+STEPS_INSIDE, _RATE_INSIDE = 8, 0.25  # the same for intervals inside a network
 
 
 class OutOfTime(Exception):
@@ -41,6 +40,8 @@ class Bounds:
         tighten: Whether to tighten intervals by backward passes. Default: True.
         steps: Steps of optimising slopes for these, where they leave the sign of a ReLU's input open. Default: 0.
         known: Intervals of all nodes that are known already, for the same boxes and changes. Default: none.
+        splits: Signs of values, by node, (images, ...): only inputs and changes count for which these values are not
+            negative (1) or not positive (-1); 0 where both count. Default: none.
         seconds: Time limit. Default: none.
     """
 
@@ -50,6 +51,7 @@ class Bounds:
     tighten: bool = True
     steps: int = 0
     known: Sequence[Interval] | None = None
+    splits: Mapping[int, Tensor] = field(default_factory=dict)
     seconds: float = float("inf")
     values: list[Interval] = field(default_factory=list, init=False)
     fixed: list[bool] = field(default_factory=list, init=False)
@@ -71,7 +73,7 @@ class Bounds:
                 self._set_change(node.operator)
                 changed = isinstance(node.operator, Layer) and node.operator.change is not None
                 self.fixed.append(not changed and all(self.fixed[i] for i in node.inputs))
-                self.values.append(self._finite(self._value(place)))
+                self.values.append(self._finite(self._clipped(place, self._value(place))))
                 reader = readers.get(place)
                 if self.tighten and reader is not None and not self.fixed[place]:
                     self._tighten(place, reader.open(self.values[place]), self.steps if isinstance(reader, ReLU) else 0)
@@ -108,6 +110,15 @@ class Bounds:
         taken = around(value, TOLERANCE * value.abs().amax(over, keepdim=True))
         assumed = assumed.reshape(-1, *[1] * len(over))
         return Interval(torch.where(assumed, taken.low, found.low), torch.where(assumed, taken.high, found.high))
+
+    def _clipped(self, place: int, value: Interval) -> Interval:
+        """The part of an interval that counts. If none is left, no input counts, and any bound holds."""
+        if place not in self.splits:
+            return value
+        sign = self.splits[place]
+        low = torch.where(sign > 0, value.low.clamp(min=0), value.low)
+        high = torch.where(sign < 0, value.high.clamp(max=0), value.high)
+        return Interval(low, torch.maximum(low, high))
 
     def _finite(self, value: Interval) -> Interval:
         """The interval, with zeros for images that overflow: comparisons with NaN would be wrong from there on."""
@@ -153,7 +164,8 @@ class Bounds:
         rows: Tensor,
         place: int = -1,
         owners: Owners | None = None,
-        slopes: Mapping[int, Tensor] | None = None,
+        choices: "Choices | None" = None,
+        seen: dict[int, Tensor] | None = None,
     ) -> Tensor:
         """A lower bound of rows . value of a node, the last by default.
 
@@ -161,20 +173,27 @@ class Bounds:
             rows: Coefficients, (rows, ...).
             place: The node.
             owners: The images of the rows; not needed with one image.
-            slopes: Slopes below ReLUs to use instead of 0 and 1, by node, each (rows, ...).
+            choices: What to use instead of slopes 0 and 1 below ReLUs, and multipliers of splits.
+            seen: Where to keep the coefficients of ReLUs, by node.
         """
         nodes, place = self.network.nodes, place % len(self.network.nodes)
         waiting, constants = {place: rows}, [rows.new_zeros(len(rows))]
+        choices = choices or Choices({}, {})
         for at in range(place, -1, -1):
             if at not in waiting:
                 continue
             rows, node, value = waiting.pop(at), nodes[at], self.values[at]
+            if at in choices.multipliers:  # what is taken off is not negative where the split holds
+                rows = rows - per_row(self.splits[at], owners) * choices.multipliers[at].clamp(min=0)
+                constants.append(-loss(rows, value.magnitude * (2 * UNIT), owners))
+            if seen is not None and isinstance(node.operator, ReLU):
+                seen[at] = rows
             if node.operator is None or self.fixed[at]:
                 constants.append(dot(rows, value.low, value.high, 0.0, owners))
                 continue
             self._set_change(node.operator)
             inputs = [self.values[i] for i in node.inputs]
-            parts, constant = node.operator.backward(rows, inputs, owners, (slopes or {}).get(at))
+            parts, constant = node.operator.backward(rows, inputs, owners, choices.slopes.get(at))
             constants.append(constant)
             for i, part in zip(node.inputs, parts, strict=True):
                 if i in waiting:
@@ -212,82 +231,83 @@ class Bounds:
             found = found.scatter_reduce(0, image, bounds, "amin")
         return torch.where(self.overflow, -math.inf, found).tolist()
 
-    def optimised(self, rows: Tensor, place: int, owners: Owners | None, steps: int, rate: float) -> Tensor:
+    def optimised(
+        self,
+        rows: Tensor,
+        place: int,
+        owners: Owners | None,
+        steps: int,
+        rate: float,
+        start: "Choices | None" = None,
+    ) -> Tensor:
         """Like `lower`, with slopes below ReLUs found by gradient descent (alpha-CROWN); never worse.
 
-        Any slopes give a bound: they are kept between 0 and 1 where they are used.
+        Any slopes between 0 and 1 give a bound, and any multipliers that are not negative: what is used is clamped.
+
+        Args:
+            rows: Coefficients, (rows, ...).
+            place: The node.
+            owners: The images of the rows; not needed with one image.
+            steps: Steps of the descent.
+            rate: Its step size.
+            start: Where it starts, and what it changes. Default: slopes 0 and 1.
         """
         with torch.no_grad():
             best = self.lower(rows, place, owners)
-        slopes = {}
-        for at, node in enumerate(self.network.nodes[: place % len(self.network.nodes) + 1]):
-            if isinstance(node.operator, ReLU) and not self.fixed[at]:
-                x = self.values[node.inputs[0]]
-                if bool(node.operator.open(x).any()):
-                    start = per_row((x.high > -x.low).to(x.low), owners)
-                    slopes[at] = start.expand(len(rows), *start.shape[1:]).clone().requires_grad_(True)
-        if not slopes:
+        choices = start or self.first_choices(rows, place, owners)
+        free = [one.requires_grad_(True) for one in (*choices.slopes.values(), *choices.multipliers.values())]
+        if not free:
             return best
-        optimizer = torch.optim.Adam(slopes.values(), lr=rate)
+        optimizer = torch.optim.Adam(free, lr=rate)
         for _ in range(steps):
             if bool((best > 0).all()):
                 return best
             with torch.enable_grad():
-                found = self.lower(rows, place, owners, slopes)
+                found = self.lower(rows, place, owners, choices)
                 if not found.requires_grad:  # these ReLUs are in other branches
                     return best
                 optimizer.zero_grad()
                 (-found[best <= 0].sum()).backward()
             best = torch.maximum(best, found.detach())
             optimizer.step()
-            with torch.no_grad():
-                for slope in slopes.values():
-                    slope.clamp_(0, 1)
+            choices.clamp_()
         with torch.no_grad():
-            return torch.maximum(best, self.lower(rows, place, owners, slopes))
+            return torch.maximum(best, self.lower(rows, place, owners, choices))
+
+    def first_choices(self, rows: Tensor, place: int, owners: Owners | None) -> "Choices":
+        """Slopes 0 and 1 below the ReLUs up to a node that may have either sign, for each row."""
+        slopes = {}
+        for at, node in enumerate(self.network.nodes[: place % len(self.network.nodes) + 1]):
+            if isinstance(node.operator, ReLU) and not self.fixed[at]:
+                x = self.values[node.inputs[0]]
+                if bool(node.operator.open(x).any()):
+                    start = per_row((x.high > -x.low).to(x.low), owners)
+                    slopes[at] = start.expand(len(rows), *start.shape[1:]).clone()
+        return Choices(slopes, {})
+
+
+@dataclass
+class Choices:
+    """What linear bounds leave open, for each row; a bound holds for whatever is chosen.
+
+    Args:
+        slopes: Slopes below ReLUs, by node, (rows, ...).
+        multipliers: How much of a value whose sign is known by a split to take off, by node, (rows, ...).
+    """
+
+    slopes: dict[int, Tensor]
+    multipliers: dict[int, Tensor]
+
+    @torch.no_grad()
+    def clamp_(self) -> None:
+        """Keep them where they are used as they are."""
+        for slope in self.slopes.values():
+            slope.clamp_(0, 1)
+        for multiplier in self.multipliers.values():
+            multiplier.clamp_(min=0)
 
 
 def _pairs(wanted: Tensor, most: int) -> list[tuple[Tensor, Tensor]]:
     """The images and places of wanted values, a limited number at a time, in the order of images."""
     found = wanted.flatten(1).nonzero()
     return [(part[:, 0], part[:, 1]) for part in found.split(max(1, most))] if len(found) else []
-
-
-class Margin(NamedTuple):
-    """A lower bound of a margin, and the module from which on rounding is assumed, if any."""
-
-    bound: float
-    assumed: str
-
-
-def proven_margins(
-    network: Network,
-    box: Interval,
-    changes: Mapping[str, Change],
-    labels: Sequence[int],
-    optimise: bool,
-    seconds: float = math.inf,
-) -> list[Margin]:
-    """Lower bounds of the margins of classes, one per image.
-
-    Bounds with intervals inside take a fraction of the time of others, and those with optimised slopes a multiple: each
-    is computed only for the images for which the one before does not suffice.
-    """
-    found = [Margin(-math.inf, "")] * len(labels)
-    left, known = list(range(len(labels))), None
-    deadline = time.monotonic() + seconds
-    for tighten, steps in ((False, 0), (True, 0), *([(True, _STEPS_INSIDE)] if optimise else [])):
-        index = torch.tensor(left, device=box.low.device)
-        some = {name: change.only(index) for name, change in changes.items()}
-        near, limit = Interval(box.low[index], box.high[index]), deadline - time.monotonic()
-        bounds = Bounds(network, near, some, tighten, steps, known, limit)
-        margins = bounds.margins([labels[i] for i in left], optimise and tighten)
-        for i, margin, assumed in zip(left, margins, bounds.assumed, strict=True):
-            found[i] = max(found[i], Margin(margin, assumed))
-        open_ = [place for place, i in enumerate(left) if not found[i].bound > 0]
-        if not open_:
-            break
-        left = [left[place] for place in open_]
-        overflow = bool(bounds.overflow[open_].any())  # the values of these images are not known
-        known = None if overflow else [Interval(x.low[open_], x.high[open_]) for x in bounds.values]
-    return found

@@ -1,6 +1,7 @@
-"""Digests of what a certificate was computed from: weights, masks and images."""
+"""Digests of what a certificate was computed from: weights, masks and images; and of the bounds themselves."""
 
 import hashlib
+from pathlib import Path
 from typing import Any
 
 import torch.utils._pytree as pytree
@@ -11,6 +12,20 @@ from halve.errors import DataError
 from halve.masks.digests import has_digest, named_tensors
 from halve.masks.fingerprint import digest
 from halve.masks.mask import MaskSet
+
+_BOUNDS = ("rounding", "operators", "network", "changes", "crown", "branch", "margins")
+
+
+def digest_of_bounds() -> str:
+    """The digest of the sources that bounds are computed by: a record of tests says by it what was tested.
+
+    >>> len(digest_of_bounds())
+    64
+    """
+    state = hashlib.sha256()
+    for name in _BOUNDS:
+        state.update((Path(__file__).parent / f"{name}.py").read_bytes())
+    return state.hexdigest()
 
 
 def digest_of_model(model: nn.Module) -> str:

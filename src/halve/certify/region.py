@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from halve.batches import Progress
 from halve.certify.certificate import Certificate
-from halve.certify.crown import proven_margins
+from halve.certify.margins import proven_margins
 from halve.certify.proofs import EXACT, Pair, Proof, described, prove
 from halve.certify.rounding import UNIT, Interval
 from halve.errors import DataError
@@ -27,6 +27,7 @@ def region(
     mean: Sequence[float] | None,
     std: Sequence[float] | None,
     optimise: bool,
+    branches: int,
     progress: Progress,
 ) -> Certificate:
     """Certify all inputs within `eps` of images; see `halve.certify`."""
@@ -39,7 +40,7 @@ def region(
             left = [i for i, margin in margins.items() if margin > 0]
             if left:
                 some = Interval(near.low[left], near.high[left])
-                found = proven_margins(pair[name], some, {}, [labels[i] for i in left], optimise)
+                found = proven_margins(pair[name], some, {}, [labels[i] for i in left], optimise, branches)
                 margins |= {i: min(margins[i], margin.bound) for i, margin in zip(left, found, strict=True)}
         return [Proof(label, margin, agree=True) for label, margin in zip(labels, margins.values(), strict=True)]
 
@@ -52,7 +53,13 @@ def region(
         else "the distance is the largest change of a value that the network is given"
     )
     statement = f"every change of at most {where} leaves the class unchanged, in the masked and in the dense network"
-    settings: dict[str, Any] = {"region": eps, "mean": _plain(mean), "std": _plain(std), "optimise": optimise}
+    settings: dict[str, Any] = {
+        "region": eps,
+        "mean": _plain(mean),
+        "std": _plain(std),
+        "optimise": optimise,
+        "branches": branches,
+    }
     settings |= {"method": "backward linear relaxation (CROWN), float64", "interrupted": proofs.interrupted}
     digests = digests | {"images": proofs.images.hexdigest()}
     return Certificate("region", described(proofs, statement), settings, (*EXACT, kind), proofs.result(), digests)

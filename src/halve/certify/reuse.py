@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from halve.batches import Progress
 from halve.certify.certificate import Certificate
 from halve.certify.changes import WeightBox
-from halve.certify.crown import Margin, proven_margins
+from halve.certify.margins import Margin, proven_margins
 from halve.certify.proofs import EXACT, Pair, Proof, described, prove
 from halve.certify.rounding import Interval
 from halve.errors import OptionError, listed
@@ -37,6 +37,7 @@ def reuse(
     layers: Sequence[str] | None,
     also_dense: bool,
     optimise: bool,
+    branches: int,
     progress: Progress,
 ) -> Certificate:
     """Certify all updates of the weights by at most `update`; see `halve.certify`."""
@@ -56,7 +57,8 @@ def reuse(
                 scale = images.new_tensor([sizes[i] for i in left])
                 changes = {name: WeightBox(units[network][name], scale) for name in names}
                 some = Interval(images[left], images[left])
-                bounds = proven_margins(pair[network], some, changes, [labels[i] for i in left], optimise)
+                wanted = [labels[i] for i in left]
+                bounds = proven_margins(pair[network], some, changes, wanted, optimise, branches)
                 for i, (bound, assumed) in zip(left, bounds, strict=True):
                     found[i] = Margin(min(found[i].bound, bound), found[i].assumed or assumed)
         return list(found.values())
@@ -96,7 +98,8 @@ def reuse(
         "relative": relative,
         "layers": None if layers is None else list(layers),
     }
-    settings |= {"also_dense": also_dense, "optimise": optimise, "interrupted": proofs.interrupted}
+    settings |= {"also_dense": also_dense, "optimise": optimise, "branches": branches}
+    settings |= {"interrupted": proofs.interrupted}
     settings["method"] = "backward linear relaxation (CROWN) in the weights, float64"
     assumptions = (
         *EXACT,

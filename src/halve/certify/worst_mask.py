@@ -13,7 +13,7 @@ from halve.batches import Progress
 from halve.certify.attack import attack_masks
 from halve.certify.certificate import Certificate
 from halve.certify.changes import BlockChanges
-from halve.certify.crown import proven_margins
+from halve.certify.margins import proven_margins
 from halve.certify.proofs import EXACT, Pair, Proof, described, prove
 from halve.certify.rounding import Interval
 from halve.errors import ModelError, listed
@@ -30,6 +30,7 @@ def worst_mask(
     *,
     blocks: int,
     optimise: bool,
+    branches: int,
     progress: Progress,
 ) -> Certificate:
     """Certify all masks that differ in at most `blocks` blocks, and attack them; see `halve.certify`."""
@@ -43,7 +44,7 @@ def worst_mask(
     attacked: list[int | None] = []
 
     def several(images: Tensor, labels: Sequence[int]) -> list[Proof]:
-        found = proven_margins(pair["masked"], Interval(images, images), changes, labels, optimise)
+        found = proven_margins(pair["masked"], Interval(images, images), changes, labels, optimise, branches)
         attacked.extend(
             attack_masks(masked, dense, masks, image, label) for image, label in zip(images, labels, strict=True)
         )
@@ -58,7 +59,12 @@ def worst_mask(
     if known:
         sentence = f"{sentence[:-1]}; an adversary that may choose changes it with {min(known):,} to {max(known):,}."
     result = proofs.result() | {"attack_blocks": attacked, "blocks": sum(mask.codes.numel() for mask in masks.values())}
-    settings: dict[str, Any] = {"changed_blocks": blocks, "optimise": optimise, "interrupted": proofs.interrupted}
+    settings: dict[str, Any] = {
+        "changed_blocks": blocks,
+        "optimise": optimise,
+        "branches": branches,
+        "interrupted": proofs.interrupted,
+    }
     settings["method"] = "backward linear relaxation (CROWN) in the masks, float64; greedy search"
     assumptions = (*EXACT, "the weights stay, and every block keeps as many as the pattern says", *proofs.assumptions)
     digests = digests | {"images": proofs.images.hexdigest()}

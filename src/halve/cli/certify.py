@@ -60,6 +60,13 @@ def certify(
             min=1, help="Prove that no change of so many blocks of the masks changes the class, and attack it."
         ),
     ] = None,
+    branches: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="With --region, --reuse or --changed-blocks: divide proofs that do not suffice into so many parts.",
+        ),
+    ] = 0,
     check: Annotated[Path | None, typer.Option(help="Compute this certificate again; fail if it is not true.")] = None,
     out: Annotated[Path | None, typer.Option(help="Certificate to write, customarily NAME.certificate.json.")] = None,
     images: o.Images = None,
@@ -103,7 +110,7 @@ def certify(
     opened = o.open_model(model, weights, device, size, resize, mean, std)
     other = None if reference is None else o.open_model(model, reference, device, size, resize, mean, std).model
     proof: dict[str, Any] = {"layers": layers or None, "also_dense": also_dense}
-    proof["changed_blocks"] = changed_blocks
+    proof |= {"changed_blocks": changed_blocks, "branches": branches}
     if region is not None:
         if opened.normalization is None:
             raise OptionError("--region needs to know how pixels are normalised: pass --size, --mean and --std")

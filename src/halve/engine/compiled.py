@@ -16,7 +16,7 @@ from halve.batches import Images, Progress
 from halve.cuda_graphs import autotuned_cudnn
 from halve.engine.capture.guards import Guards
 from halve.engine.capture.partial import around_parts
-from halve.engine.inductor import MAX_SECONDS, Bodies, Choice, by_default, choose, compile_body, unavailable
+from halve.engine.inductor import MAX_SECONDS, Bodies, Choice, LayerTime, by_default, choose, compile_body, unavailable
 from halve.engine.join import (
     Join,
     choose_joins,
@@ -272,7 +272,7 @@ class Compiled(nn.Module):
             joins = [] if self.reason is not None else self.faster_joins(inputs, entries)
         if joins:
             body, used = self.join(inputs, joins), joined_kernels(kernels, joins)
-        compiled = self._compiled(size, body, used, inputs, planned)
+        compiled = self._compiled(size, body, used, inputs, planned, self._layer_time(entries, joins))
         if compiled is None or compiled.run is None:
             self.plan.inductor.pop(size, None)
         else:
@@ -338,6 +338,7 @@ class Compiled(nn.Module):
         kernels: Mapping[Layer, Kernel],
         inputs: tuple[Tensor, ...],
         planned: bool,
+        layers: LayerTime | None,
     ) -> Choice | None:
         """What Inductor makes of the network; None if it is not asked, or fails."""
         if not self.inductor or (planned and size not in self.plan.inductor):
@@ -355,10 +356,20 @@ class Compiled(nn.Module):
             except EngineError as error:
                 choice = Choice(kernels, failed=str(error))
         else:
-            choice = choose(body, given, kernels, TimingCache.of(self.device), network_key(body, inputs))
+            choice = choose(body, given, kernels, TimingCache.of(self.device), network_key(body, inputs), layers)
         if choice.failed is not None:
             self.plan.uncompiled[INDUCTOR] = f"not used: {choice.failed}"
         return choice
+
+    def _layer_time(self, entries: Sequence[Entry], joins: Sequence[Join]) -> LayerTime | None:
+        """How long the layers alone take; None on a CPU, where Inductor has faster dense kernels than eager PyTorch."""
+        if self.device.type != "cuda":
+            return None
+        planned = [entry.time_ms for entry in joined_entries(entries, joins)]
+        dense = [entry.dense_ms for entry in entries]
+        return LayerTime(
+            *(None if None in times else sum(ms for ms in times if ms is not None) for times in (planned, dense))
+        )
 
     def _current(self) -> contextlib.AbstractContextManager[object]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()

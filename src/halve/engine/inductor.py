@@ -7,6 +7,7 @@ never part of a saved network.
 
 import contextlib
 import copy
+import math
 import os
 import shutil
 import sys
@@ -37,6 +38,7 @@ from halve.outputs import relative_error
 
 _TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 1e-1}  # of outputs, relative to the eager network's; otherwise 1e-3
 MAX_SECONDS = 300.0  # of compiling for one network; what begins before is finished
+LEAST_SHARE = 0.03  # of the network's time between its layers: for less, Inductor is not tried
 Run = Callable[..., Any]
 
 
@@ -146,8 +148,41 @@ class Choice:
     failed: str | None = None  # why Inductor could not compile the network
 
 
+@dataclass(frozen=True)
+class LayerTime:
+    """Milliseconds of all layers together, each timed alone: on the planned kernels, and on the fastest of libraries.
+
+    None if not all of them were timed.
+    """
+
+    planned_ms: float | None
+    dense_ms: float | None
+
+    def hopeless(self, network_ms: float) -> set[str]:
+        """The forms that cannot be faster than the network as planned, so that minutes of compiling are saved.
+
+        Inductor only speeds up what lies between the layers. If all layers are dense, they alone take `dense_ms`.
+
+        >>> LayerTime(planned_ms=0.99, dense_ms=1.6).hopeless(network_ms=1.0) == {"inductor", "inductor dense"}
+        True
+        >>> LayerTime(planned_ms=0.6, dense_ms=0.7).hopeless(network_ms=1.0)
+        set()
+        """
+        found = set()
+        if self.planned_ms is not None and network_ms - self.planned_ms < LEAST_SHARE * network_ms:
+            found.add("inductor")
+        if self.dense_ms is not None and self.dense_ms > network_ms:
+            found.add("inductor dense")
+        return found
+
+
 def choose(
-    body: GraphModule, inputs: tuple[Tensor, ...], kernels: Mapping[Layer, Kernel], cache: TimingCache, key: str | None
+    body: GraphModule,
+    inputs: tuple[Tensor, ...],
+    kernels: Mapping[Layer, Kernel],
+    cache: TimingCache,
+    key: str | None,
+    layers: LayerTime | None = None,
 ) -> Choice:
     """Time the network as planned against itself compiled by Inductor, and against Inductor with all layers dense.
 
@@ -157,6 +192,7 @@ def choose(
         kernels: the planned kernel of each layer for these inputs.
         cache: earlier timings.
         key: cache key of the network. Default: do not cache.
+        layers: how long the layers alone take. Forms that cannot be faster by that are not compiled. Default: unknown.
     """
     device = inputs[0].device
     dense = dict.fromkeys(kernels, FALLBACK)
@@ -167,14 +203,17 @@ def choose(
     seconds, runs = 0.0, {}
     if known is None:
         calls: dict[str, Callable[[], Any]] = {"eager": partial(body, *inputs)}
+        hopeless = set() if layers is None else layers.hopeless(measure(calls, device)["eager"])
         for name, chosen in candidates.items():
+            if name in hopeless:
+                continue
             try:
                 runs[name], took = compile_body(body, chosen, inputs)
             except EngineError as error:
                 return Choice(kernels, failed=str(error))
             seconds += took
             calls[name] = partial(runs[name], *inputs)
-        times = measure(calls, device)
+        times = dict.fromkeys(hopeless, math.inf) | measure(calls, device)
         if key is not None:
             cache.put(key, {one: times[name] for one, name in ids.items()})
             cache.save()
@@ -252,17 +291,22 @@ def compile_body(
 
 
 def _generated_modules() -> dict[int, ModuleType]:
-    """The modules that Inductor has generated and holds, by their id. Frozen weights are their attributes."""
+    """The modules that Inductor has generated and holds, by their id. Frozen weights are their attributes.
+
+    Other versions of PyTorch may hold them elsewhere: none are found then, and none forgotten.
+    """
     from torch._inductor.codecache import PyCodeCache
 
     shared = {id(module) for module in getattr(PyCodeCache, "modules_no_attr", {}).values()}
-    return {id(module): module for module in PyCodeCache.modules if id(module) not in shared}
+    return {id(module): module for module in getattr(PyCodeCache, "modules", []) if id(module) not in shared}
 
 
 def _forget(modules: Sequence[ModuleType]) -> None:
     """Make Inductor forget modules of a network that is gone, as it would hold their weights forever."""
     from torch._inductor.codecache import PyCodeCache
 
+    if not modules:
+        return
     gone = {id(module) for module in modules}
     PyCodeCache.modules[:] = [module for module in PyCodeCache.modules if id(module) not in gone]
     for module in modules:

@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -380,8 +381,7 @@ def time_layer(
     if times is None:
         before = list(layer.kernels.values())
         layer.hold([*kernels, FALLBACK, *before])
-        with turn(device):  # cuDNN times its algorithms when a shape first runs
-            times = {kernel_id(kernel): time for kernel, time in _measured(layer, inputs, kernels, device).items()}
+        times = {kernel_id(kernel): time for kernel, time in _measured(layer, inputs, kernels, device).items()}
         layer.hold([*before, FALLBACK])
         cache.put(key, times)
     correct = {ids[described]: time for described, time in times.items() if time != float("inf")}
@@ -402,7 +402,9 @@ def _measured(layer: Layer, inputs: list[Tensor], kernels: list[Kernel], device:
     for kernel in kernels:
         given = family_of(kernel).laid_out(inputs, layer.operation)
         try:
-            got = layer.run(given, kernel)
+            # cuDNN times its own algorithms when a shape runs for the first time.
+            with turn(device) if family_of(kernel).library else nullcontext():
+                got = layer.run(given, kernel)
         except (RuntimeError, ValueError) as error:
             if isinstance(error, EngineError | torch.OutOfMemoryError) or "ALLOC" in str(error):
                 retry_later.add(kernel)

@@ -25,6 +25,8 @@ class OnnxNetwork(nn.Module):
         if len(self._session.inputs) != 1:
             raise FileError(f"{opened.path} has {len(self._session.inputs)} inputs; one is needed, for images")
         self._pixels = self._session.types == ["tensor(uint8)"]
+        [shape] = self._session.shapes
+        self._batch = shape[0] if shape and isinstance(shape[0], int) and shape[0] > 0 else None  # a name is any size
         if self._pixels and preprocess is None:
             raise OptionError(
                 f"{opened.path} takes pixels: pass preprocess=(mean, std), which undoes their normalisation"
@@ -32,12 +34,32 @@ class OnnxNetwork(nn.Module):
         self.eval()
 
     def forward(self, images: Tensor) -> Any:
-        """The outputs for a batch of images: a tensor, or several by name."""
+        """The outputs for a batch of images: a tensor, or several by name.
+
+        A file with a fixed batch size runs once for each so many images. If the last are fewer, the first of them are
+        repeated, and their outputs dropped.
+        """
         if self._pixels:
             assert self._preprocess is not None
             images = pixels(images.cpu(), *self._preprocess)
-        found = self._session.run([images])
+        found = self._session.run([images]) if self._batch in (None, len(images)) else self._in_batches(images)
         return found[0] if len(found) == 1 else dict(zip(self._session.outputs, found, strict=True))
+
+    def _in_batches(self, images: Tensor) -> list[Tensor]:
+        """The outputs for any number of images, from a file with a fixed batch size."""
+        assert self._batch is not None
+        parts = []
+        for some in images.split(self._batch):
+            filled = some[torch.arange(self._batch) % len(some)]
+            found = self._session.run([filled])
+            for name, output in zip(self._session.outputs, found, strict=True):
+                if output.shape[:1] != (self._batch,):
+                    raise FileError(
+                        f"the file takes {self._batch} images at a time, and its output {name!r} of shape "
+                        f"{tuple(output.shape)} has no result for each: pass batches of {self._batch} images"
+                    )
+            parts.append([output[: len(some)] for output in found])
+        return [torch.cat(outputs) for outputs in zip(*parts, strict=True)]
 
 
 def load(path: str | Path, *, preprocess: Normalization | None = None) -> OnnxNetwork:

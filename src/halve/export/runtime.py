@@ -32,6 +32,7 @@ class Session:
             raise FileError(f"onnxruntime cannot load the file: {first_line(error)}") from error
         self.inputs = [value.name for value in self._session.get_inputs()]
         self.types = [value.type for value in self._session.get_inputs()]
+        self.shapes: list[list[Any]] = [list(value.shape) for value in self._session.get_inputs()]
         self.outputs = [value.name for value in self._session.get_outputs()]
 
     def __deepcopy__(self, memo: object) -> "Session":

@@ -1,0 +1,43 @@
+"""Records of experiments/certify.py: runs of several processes and machines are joined, and only if they fit."""
+
+import importlib
+import json
+import time
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture
+def experiment(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "experiments")
+    return importlib.import_module("certify")
+
+
+def record(experiment, bounds, *images):
+    run = "digits_region_2"
+    found = [
+        {"index": i, "agree": True, "certified": good, "bounds": {"masked": 1.0}, "seconds": 1.0} for i, good in images
+    ]
+    about = {"run": run, "masks": "m", "bounds": bounds}
+    return about | experiment.summary(experiment.RUNS[run], found) | {"per_image": found}
+
+
+def test_records_of_the_same_bounds_are_joined_and_others_replaced(experiment, tmp_path):
+    records = experiment.Records(tmp_path / "certify.json")
+    records.save(record(experiment, "new", (0, True), (3, False)))
+    records.merge({"digits_region_2": record(experiment, "new", (1, True), (3, True))})
+    found = records.load()["digits_region_2"]
+    assert [one["index"] for one in found["per_image"]] == [0, 1, 3]
+    assert (found["n"], found["share_certified"]) == (3, 1.0)
+    records.merge({"digits_region_2": record(experiment, "newer", (7, False))})
+    found = records.load()["digits_region_2"]
+    assert (found["n"], found["share_certified"]) == (1, 0.0)
+    assert len(json.loads((tmp_path / "certify.json").read_text())) == 1
+
+
+def test_no_task_starts_after_the_deadline(experiment, tmp_path):
+    task = experiment.Task("digits_region_2", tmp_path, "cpu", 1.0, (0,))
+    assert list(experiment.completed([task], 1, time.monotonic() - 1)) == []
