@@ -5,8 +5,8 @@
 ASSETS has the layout of accuracy.py. A mask is learned once. Then the dense network is fine-tuned on its training
 images in growing amounts, each going on from the one before, with all layers and BatchNorm statistics free. For each
 update the test images compare, all on the new weights: the dense network, the old mask, magnitude, the old mask learned
-again in a tenth of the steps, and a mask learned from scratch in as few. Mask and checkpoints are kept in --work, and an
-update that is in the results already is not measured again. --reduced fits ten minutes of one CPU core. Writes
+again in a tenth of the steps, and a mask learned from scratch in as few. Mask and checkpoints are kept in --work, and
+an update that is in the results already is not measured again. --reduced fits ten minutes of one CPU core. Writes
 experiments/results/reuse.json.
 """
 
