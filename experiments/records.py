@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from halve.bench.ratio import Ratio, paired_ratio
+from halve.bench.systems import DENSE
 
 ROOT = Path(__file__).parent.parent
 NAMES = {
@@ -31,7 +32,6 @@ NAMES = {
     "vit_b_16": "ViT-B/16",
 }
 MAIN = ("resnet", "convnext")  # networks with targets of their own; on the others, the aim is never to be slower
-DENSE = ("best_dense", "compile", "compile_freezing")  # systems that may be the best dense version
 METHODS = {
     "dense": "dense",
     "magnitude": "magnitude",

@@ -1,6 +1,6 @@
-import multiprocessing
 import os
-import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -8,33 +8,31 @@ import pytest
 from halve.locks import locked
 
 fcntl = pytest.importorskip("fcntl")
+HOLD = """
+import sys
+from pathlib import Path
+from halve.locks import locked
 
-
-def hold(path, ready, release):
-    with locked(path, 10):
-        ready.set()
-        release.wait(20)
+with locked(Path(sys.argv[1]), 10):
+    print("held", flush=True)
+    sys.stdin.read()
+"""
 
 
 @pytest.fixture
 def holder(tmp_path):
-    """Another process that holds the lock."""
-    context = multiprocessing.get_context("spawn")
-    ready, release = context.Event(), context.Event()
-    process = context.Process(target=hold, args=(tmp_path / "lock", ready, release))
-    process.start()
-    assert ready.wait(60)
-    yield process, release
-    release.set()
-    process.join(20)
+    """Another process, which holds the lock until its standard input is closed."""
+    command = [sys.executable, "-c", HOLD, str(tmp_path / "lock")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout.readline() == "held\n"
+        yield process
 
 
 def test_a_process_waits_for_its_turn(tmp_path, holder):
-    _, release = holder
     started = time.monotonic()
     with locked(tmp_path / "lock", 0.3):
         assert time.monotonic() - started >= 0.3  # gave up waiting
-    release.set()
+    holder.stdin.close()
     with locked(tmp_path / "lock", 60):
         lock = os.open(tmp_path / "lock", os.O_RDWR)
         with pytest.raises(BlockingIOError):
@@ -43,9 +41,8 @@ def test_a_process_waits_for_its_turn(tmp_path, holder):
 
 
 def test_a_killed_process_does_not_keep_its_turn(tmp_path, holder):
-    process, _ = holder
-    os.kill(process.pid, signal.SIGKILL)
-    process.join(20)
+    holder.kill()
+    holder.wait(20)
     started = time.monotonic()
     with locked(tmp_path / "lock", 20):
         assert time.monotonic() - started < 5

@@ -35,7 +35,7 @@ def test_bench_measures_each_batch_size_and_writes_json(halve, net, masks, folde
     found = [(record["batch"], record["system"]) for record in result.json["measurements"]]
     assert found == [(2, "eager"), (2, "halve"), (1, "eager"), (1, "halve")]
     for record in result.json["measurements"]:
-        assert KEYS <= set(record) <= KEYS | {"images_per_second", "note"}
+        assert KEYS <= set(record) <= KEYS | {"images_per_second", "note", "round_ms"}
         assert record["network"] == "zoo.py:net"
         assert record["median_ms"] > 0
     assert json.loads((folder / "speed.json").read_text()) == result.json

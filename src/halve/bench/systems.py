@@ -188,6 +188,7 @@ SYSTEMS: dict[str, Callable[[Case], Prepared]] = {
     "halve_dense": _halve_dense,
     "halve": _halve,
 }
+DENSE = ("best_dense", "compile", "compile_freezing", "onnxruntime", "openvino")  # what halve should be faster than
 _ON_CPU = ("eager", "channels_last", "compile_freezing", "onnxruntime", "openvino", "halve")
 _ON_GPU = ("eager", "compile", "compile_freezing", "best_dense", "torch_semi_structured", "halve_dense", "halve")
 

@@ -10,7 +10,7 @@ import typer
 import halve
 from halve.bench import records
 from halve.bench.bench import Measurement
-from halve.bench.systems import SYSTEMS
+from halve.bench.systems import DENSE, SYSTEMS
 from halve.cli import options as o
 from halve.cli import progress, show
 from halve.cli.compile import show_plan
@@ -87,9 +87,10 @@ def bench(
 
 def _show(found: list[Measurement], title: str, plan: bool) -> None:
     columns = ("batch", "system", "median ms", "p10-p90", "images/s", "speed-up", "memory", "mJ/image")
-    measured = {one.system for one in found if one.median_ms is not None}
-    baseline = "best_dense" if "best_dense" in measured else "compile_freezing"
-    dense = {one.batch: one.median_ms for one in found if one.system == baseline}
+    dense: dict[int, float] = {}  # the fastest dense version at each batch size
+    for one in found:
+        if one.system in DENSE and one.median_ms is not None:
+            dense[one.batch] = min(one.median_ms, dense.get(one.batch, one.median_ms))
     show.table(
         title,
         [f">{column}" if column != "system" else column for column in columns],
