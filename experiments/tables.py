@@ -265,20 +265,20 @@ def cpu_brief() -> str:
     """What the README says about CPUs."""
     records = [r for r in recorded("benchmarks/results/cpu.json") if r["dtype"] == "float32"]
     ms = {(r["network"], r["batch"], r["system"]): r.get("median_ms") for r in records}
-    rows, others = [], {}
-    shown = {r["network"] for r in records if r["batch"] > 1}
+    rows: list[list[str]] = []
+    others: dict[int, dict[str, float]] = {}  # by batch size
     for network, batch in dict.fromkeys((r["network"], r["batch"]) for r in records):
         eager, compiled, ours = (ms.get((network, batch, name)) for name in ("eager", "compile_freezing", "halve"))
-        if compiled and ours and network not in shown:
-            others[name_of(network)] = compiled / ours
+        if compiled and ours and not is_main(network):
+            others.setdefault(batch, {})[name_of(network)] = compiled / ours
         elif eager and compiled and ours:
             times = [f"{time:.1f}" for time in (eager, compiled, ours)]
             rows.append([f"{name_of(network)}, batch {batch}", *times, f"{compiled / ours:.2f}x"])
     heads = ["ms per batch, on a CPU", "eager", "torch.compile, freezing", "halve", "over torch.compile"]
     note = f"{measured_on(records)}; float32, 224 px."
-    if others:
-        slowest = min(others, key=others.__getitem__)
-        note += f" {len(others)} other networks at batch 1: {span(others.values())}x, the least on {slowest}."
+    for batch, ratios in sorted(others.items()):
+        slowest = min(ratios, key=ratios.__getitem__)
+        note += f" {len(ratios)} other networks at batch {batch}: {span(ratios.values())}x, the least on {slowest}."
     return f"{table(heads, rows)}\n\n{prose(note)}"
 
 
