@@ -17,6 +17,7 @@ import fcntl
 import itertools
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -121,15 +122,19 @@ def side_by_side(options: argparse.Namespace) -> None:
                 command += ["--out", f"{part}.json", "--layers-out", f"{part}-layers.json"]
                 running.append((subprocess.Popen(command, pass_fds=[shared]), part))
                 os.close(shared)  # the process has it
-            while running:  # what is measured is kept even if the rest does not end
-                time.sleep(0.2)
-                for process, part in [one for one in running if one[0].poll() is not None]:
-                    running.remove((process, part))
-                    if process.returncode:
-                        print(f"{part.name}: failed with exit status {process.returncode}", flush=True)
-                        continue
-                    write(options.out, read(Path(f"{part}.json")))
-                    write(options.layers_out, read(Path(f"{part}-layers.json")))
+            try:
+                while running:  # what is measured is kept even if the rest does not end
+                    time.sleep(0.2)
+                    for process, part in [one for one in running if one[0].poll() is not None]:
+                        running.remove((process, part))
+                        if process.returncode:
+                            print(f"{part.name}: failed with exit status {process.returncode}", flush=True)
+                            continue
+                        write(options.out, read(Path(f"{part}.json")))
+                        write(options.layers_out, read(Path(f"{part}-layers.json")))
+            finally:
+                for process, _ in running:
+                    process.kill()
             print(f"{len(wave)} pairs: {time.perf_counter() - started:.0f} s", flush=True)
 
 
@@ -153,6 +158,7 @@ def main() -> None:
     for path in (options.out, options.layers_out):
         read(path)  # fail now rather than after minutes
     if options.processes > 1:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # a time limit: end the other processes, too
         side_by_side(options)
         return
     device = torch.device("cuda", torch.cuda.current_device())

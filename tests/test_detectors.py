@@ -31,18 +31,6 @@ def test_a_changed_detector_is_compared_in_the_regions_of_the_original(name):
     assert 0.01 < (changed - expected).norm() / expected.norm() < 2
 
 
-@pytest.mark.parametrize("name", DETECTORS)
-@torch.no_grad()
-def test_a_run_whose_calls_are_known_ends_before_boxes_are_chosen(name):
-    model, batch, chosen = DETECTORS[name](), pictures(2), []
-    _, dense = first_run(model, lambda: model(batch))
-    whole = head_outputs(model, lambda: chosen.append(model(batch)), dense.heads)
-    early = head_outputs(model, lambda: chosen.append(model(batch)), dense.heads, len(dense.calls))
-    assert len(chosen) == 1
-    assert [name for name, _ in early.calls] == [name for name, _ in whole.calls]
-    assert torch.equal(early.relative_to(dense), whole.relative_to(dense))
-
-
 @torch.no_grad()
 def test_every_head_counts_the_same():
     model = faster_rcnn()

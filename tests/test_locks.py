@@ -48,6 +48,19 @@ def test_a_killed_process_does_not_keep_its_turn(tmp_path, holder):
         assert time.monotonic() - started < 5
 
 
+def test_a_process_that_inherited_the_file_does_not_keep_the_lock(tmp_path, monkeypatch):
+    inherited, close = [], os.close
+    monkeypatch.setattr(os, "close", lambda file: (inherited.append(os.dup(file)), close(file)))
+    with locked(tmp_path / "lock", 1):
+        pass
+    monkeypatch.undo()
+    [file] = inherited  # as a forked process has it: the same open file
+    started = time.monotonic()
+    with locked(tmp_path / "lock", 20):
+        assert time.monotonic() - started < 5
+    os.close(file)
+
+
 def test_a_folder_that_cannot_be_written_to_is_no_error(tmp_path):
     (tmp_path / "file").write_text("")
     with locked(tmp_path / "file" / "lock", 1):

@@ -6,7 +6,6 @@ at the same regions. The changed network therefore gets the regions that the ori
 """
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -69,12 +68,10 @@ def first_run(model: nn.Module, run: Run) -> tuple[Any, HeadOutputs | None]:
     return result, seen
 
 
-def head_outputs(model: nn.Module, run: Run, heads: Collection[str], calls: int | None = None) -> HeadOutputs:
-    """What the heads of a detector return. With the number of their calls, the run ends with the last one: no boxes are
-    chosen then, which nobody looks at."""
+def head_outputs(model: nn.Module, run: Run, heads: Collection[str]) -> HeadOutputs:
+    """What the heads of a detector return."""
     seen = HeadOutputs()
-    with suppress(_LastCall):
-        _run(model, run, heads, seen, calls=calls)
+    _run(model, run, heads, seen)
     return seen
 
 
@@ -82,7 +79,7 @@ def head_outputs_in(original: HeadOutputs, model: nn.Module, run: Run) -> HeadOu
     """What the heads of a changed detector return in the regions that the original one looked at."""
     seen = HeadOutputs()
     try:
-        _run(model, run, original.heads, seen, original, len(original.calls))
+        _run(model, run, original.heads, seen, original)
     except _LastCall:
         return seen
     raise ModelError(
@@ -101,12 +98,11 @@ def _run(
     watched: Collection[str],
     seen: HeadOutputs,
     original: HeadOutputs | None = None,
-    calls: int | None = None,
 ) -> Any:
     def note(name: str) -> Any:
         def hook(module: nn.Module, args: Any, output: Tensor) -> None:
             seen.calls.append((name, output))
-            if len(seen.calls) == calls:
+            if original is not None and len(seen.calls) == len(original.calls):
                 raise _LastCall
 
         return hook

@@ -30,9 +30,16 @@ def locked(path: Path, longest_wait: float) -> Iterator[None]:
         except OSError:  # a folder that cannot be written to
             lock = None
         if lock is not None:
-            stack.callback(os.close, lock)  # releases the lock
+            stack.callback(_release, lock)
             _wait(lock, longest_wait)
         yield
+
+
+def _release(lock: int) -> None:
+    if fcntl is not None:
+        with contextlib.suppress(OSError):  # a file system without locks
+            fcntl.flock(lock, fcntl.LOCK_UN)  # forked processes have the file open, too
+    os.close(lock)
 
 
 def _wait(lock: int, longest: float) -> None:

@@ -292,3 +292,39 @@ def test_a_slow_kernel_is_not_used(net, monkeypatch):
     fast = compiled(net, random(2, 3, 40, 36))
     assert all(family_of(kernel).library for layer in fast.layers for kernel in layer.kernels.values())
     assert fast.reason is None
+
+
+def test_calls_in_other_threads_do_not_disturb_planning(net):
+    """Layers switch kernels while a batch size is planned, and what other threads run is not what is timed."""
+    x = torch.randn(3, 3, 45, 33)
+    fast = halve.compile(net, halve.prune(net), x, inductor=False)
+    expected, stop, wrong = fast(x), threading.Event(), []
+
+    def call():
+        while not stop.is_set():
+            try:
+                if not torch.allclose(fast(x)[0], expected[0], atol=1e-4):
+                    wrong.append("another result")
+                str(fast.plan), copy.deepcopy(fast.plan)
+            except Exception as error:
+                wrong.append(repr(error))
+
+    threads = [threading.Thread(target=call) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    try:
+        for size in (20, 21, 22):
+            fast.warmup(size, progress=False)
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+    for size in (20, 21, 22):
+        shapes = [
+            entry.shape
+            for entry in fast.plan.batches[size]
+            if " at " in entry.shape and "x" in entry.shape.split(" at ")[1]
+        ]
+        assert shapes
+        assert all(f" at {size} x" in shape for shape in shapes), shapes

@@ -146,6 +146,7 @@ def test_boxes_are_decoded_and_chosen_in_single_precision(make):
         torch.testing.assert_close(one["scores"][:5], other["scores"][:5], rtol=0, atol=0.02)
         assert not torch.equal(one["scores"][:5], other["scores"][:5])  # layers compute in bfloat16
     assert {layer.dtype for layer in half.layers} == {torch.bfloat16}
+    assert half.plan.uncompiled["the network"].endswith("; what is not compiled runs in float32")
 
 
 def test_the_example_stays_as_it_is():

@@ -154,3 +154,29 @@ def test_the_output_of_a_detector_is_what_its_heads_return_whatever_ran_before()
     used(second)
     assert torch.equal(used.with_tensors(weights, first), masked)
     assert torch.equal(fresh.with_tensors(weights, first), masked)
+
+
+class ImageByImage(nn.Module):
+    """A detector that runs its heads on each image by itself."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.scores, self.boxes = nn.Conv2d(3, 8, 3, 2, 1), nn.Conv2d(8, 4, 1), nn.Conv2d(8, 4, 1)
+
+    def forward(self, images):
+        found = []
+        for image in images:
+            x = torch.relu(self.body(image[None]))
+            scores, boxes = self.scores(x).flatten(2), self.boxes(x).flatten(2)
+            top = scores.max(1)
+            found.append({"boxes": boxes[0].T, "labels": top.indices[0], "scores": top.values[0]})
+        return found
+
+
+@torch.no_grad()
+def test_every_call_of_a_detectors_heads_counts_also_if_later_batches_have_more():
+    runner = Runner(ImageByImage().eval(), None)
+    one, three = ([torch.rand(3, 16, 16) for _ in range(count)] for count in (1, 3))
+    assert runner(three).numel() == 3 * runner(one).numel()
+    runner = Runner(ImageByImage().eval(), None)
+    assert 3 * runner(one).numel() == runner(three).numel()

@@ -133,6 +133,8 @@ def _compiled(
     for part in body.parts.values():
         _convert_(part.graph, dtype)
         part.dtype = dtype if lists else None
+    if lists and NETWORK in body.uncompiled and around_parts(dtype) != dtype:
+        body.uncompiled[NETWORK] += f"; what is not compiled runs in {str(around_parts(dtype)).removeprefix('torch.')}"
     replace_parts_(body.module, body.parts)
     fast = Compiled(body.module, inputs, dtype, body.uncompiled, body.guards, inductor)
     if body.changes_itself:

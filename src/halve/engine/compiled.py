@@ -35,6 +35,7 @@ from halve.engine.plan import Entry, Plan, all_dense, decide, visit
 from halve.engine.recorded import CAPTURE_LOCK, MAX_RECORDINGS, Recordings, Shapes, shapes_of
 from halve.engine.saved import file
 from halve.engine.saved.file import SavedNetwork
+from halve.engine.shared_lock import SharedLock
 from halve.engine.timing_cache import TimingCache, network_key
 from halve.errors import EngineError, EngineWarning, OptionError, first_line, listed, warn
 from halve.process_state import preserved_process_state
@@ -80,6 +81,7 @@ class Compiled(nn.Module):
         self._has_layers = any(isinstance(module, Layer) for module in body.modules())
         self._valid: set[Shapes] = set()  # shapes that passed the checks
         self._recordings = Recordings()
+        self._planning = SharedLock()  # calls share it: layers switch kernels while one thread plans
         self._sparse_kernels: list[dict[int, Kernel]] = []  # of each layer, before the network fell back to dense
 
     @property
@@ -118,7 +120,8 @@ class Compiled(nn.Module):
         self._check(inputs)
         with torch.no_grad():
             if self.device.type != "cuda":
-                return self._run(*inputs)
+                with self._planning.shared():
+                    return self._run(*inputs)
             recording = None if self._takes_lists else self._recordings.of(inputs)
             if recording is not None and not torch.cuda.is_current_stream_capturing():
                 return self._recordings.replay(inputs, recording)
@@ -225,7 +228,10 @@ class Compiled(nn.Module):
     def _prepare(self, size: int, progress: Progress) -> None:
         inputs = tuple(self._expanded(size))
         self._check(inputs)
-        with CAPTURE_LOCK, self._recordings.planning, torch.no_grad(), self._current(), autotuned_cudnn():
+        planning = CAPTURE_LOCK, self._recordings.planning, self._planning.alone()
+        with contextlib.ExitStack() as held, torch.no_grad(), self._current(), autotuned_cudnn():
+            for lock in planning:
+                held.enter_context(lock)
             if size not in self.plan.batches and size not in self.plan.inductor:
                 with self._unchanged_on_failure():
                     entries = decide(
@@ -237,7 +243,8 @@ class Compiled(nn.Module):
                         sparse=self.reason is None,
                         progress=progress,
                     )
-                self.plan.batches |= {size: entries} if entries else {}
+                # New dicts, as other threads may print or copy the plan.
+                self.plan.batches = self.plan.batches | ({size: entries} if entries else {})
                 self._choose_form(size, inputs)
             elif self._has_form(size) and shapes_of(inputs) not in self._bodies:
                 self._choose_form(size, inputs, planned=True)
@@ -274,10 +281,10 @@ class Compiled(nn.Module):
             body, used = self.join(inputs, joins), joined_kernels(kernels, joins)
         compiled = self._compiled(size, body, used, inputs, planned, self._layer_time(entries, joins))
         if compiled is None or compiled.run is None:
-            self.plan.inductor.pop(size, None)
+            self.plan.inductor = {other: took for other, took in self.plan.inductor.items() if other != size}
         else:
             self._bodies[shapes_of(inputs)] = compiled.run
-            self.plan.inductor[size] = compiled.seconds
+            self.plan.inductor = {**self.plan.inductor, size: compiled.seconds}
             if compiled.kernels != used:  # all dense
                 entries, joins = all_dense(entries), []
                 for layer, layer_size in sizes.items():
@@ -285,9 +292,9 @@ class Compiled(nn.Module):
         if planned:
             return
         if entries:
-            self.plan.batches[size] = joined_entries(entries, joins)
+            self.plan.batches = {**self.plan.batches, size: joined_entries(entries, joins)}
         if joins:
-            self.plan.joins[size] = [join.planned for join in joins]
+            self.plan.joins = {**self.plan.joins, size: [join.planned for join in joins]}
 
     def _lose_joins(self, size: int, found: Sequence[Join], kernels: Mapping[Layer, Kernel]) -> None:
         """Correct the plan if it has joins that this network or device cannot have: their layers run separately."""
@@ -365,11 +372,8 @@ class Compiled(nn.Module):
         """How long the layers alone take; None on a CPU, where Inductor has faster dense kernels than eager PyTorch."""
         if self.device.type != "cuda":
             return None
-        planned = [entry.time_ms for entry in joined_entries(entries, joins)]
-        dense = [entry.dense_ms for entry in entries]
-        return LayerTime(
-            *(None if None in times else sum(ms for ms in times if ms is not None) for times in (planned, dense))
-        )
+        planned = sum(entry.time_ms or 0.0 for entry in joined_entries(entries, joins))
+        return LayerTime(planned, sum(entry.dense_ms or 0.0 for entry in entries))
 
     def _current(self) -> contextlib.AbstractContextManager[object]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()

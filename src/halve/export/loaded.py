@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halve.errors import FileError, OptionError
+from halve.errors import DataError, FileError, OptionError
 from halve.export import file
 from halve.export.entry import Normalization, checked_preprocess, pixels
 from halve.export.runtime import Session
@@ -48,6 +48,8 @@ class OnnxNetwork(nn.Module):
     def _in_batches(self, images: Tensor) -> list[Tensor]:
         """The outputs for any number of images, from a file with a fixed batch size."""
         assert self._batch is not None
+        if not len(images):
+            raise DataError(f"the file takes {self._batch} images at a time, got none")
         parts = []
         for some in images.split(self._batch):
             filled = some[torch.arange(self._batch) % len(some)]

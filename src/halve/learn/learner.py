@@ -161,7 +161,6 @@ class Runner:
         self._own: dict[str, Tensor] = {}  # originals of tensors that were ever replaced
         self._places: dict[str, list[tuple[dict[str, Any], str]]] = {}  # where they are held; tied ones in several
         self._heads: set[str] | None = None  # of a detector, empty for other models; unknown before the first run
-        self._calls = 0  # of these heads in a run
         self._dense: tuple[Any, HeadOutputs] | None = None  # the last batch, and what a dense detector's heads return
 
     def __call__(self, batch: Any) -> Tensor:
@@ -189,17 +188,16 @@ class Runner:
             self._heads = set() if found is None else found.heads
             if found is None:
                 return main_output(result)
-            self._calls = len(found.calls)
             if not tensors:
                 return self._noted(batch, found).relative_to(found)
         if not self._heads:
             return main_output(run())
         if not tensors:
-            found = self._noted(batch, head_outputs(self.inner, run, self._heads, self._calls))
+            found = self._noted(batch, head_outputs(self.inner, run, self._heads))
             return found.relative_to(found)
         if self._dense is None or self._dense[0] is not batch:
             with torch.no_grad():
-                self._noted(batch, head_outputs(self.inner, partial(self._result, {}, batch), self._heads, self._calls))
+                self._noted(batch, head_outputs(self.inner, partial(self._result, {}, batch), self._heads))
         assert self._dense is not None
         return head_outputs_in(self._dense[1], self.inner, run).relative_to(self._dense[1])
 

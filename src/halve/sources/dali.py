@@ -245,8 +245,10 @@ class Decoder:
             images: Any = [from_dlpack(decoded[index]).clone() for index in range(len(batch))]
         else:
             if not decoded.is_dense_tensor():
-                raise DataError(different_sizes({(3, *item.size) for item in batch}))
+                raise DataError(different_sizes({(3, *item.resized) for item in batch}))
             images = from_dlpack(decoded.as_tensor()).clone()  # DALI reuses its memory
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()  # the copy is queued: DALI must not write before it
         pipeline.release_outputs()
         if self.lists or batch[0].label is None:
             return images
