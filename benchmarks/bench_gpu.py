@@ -101,7 +101,7 @@ def write(path: Path, found: list[dict[str, object]]) -> None:
 
 
 def side_by_side(options: argparse.Namespace) -> None:
-    """Measure each network at each batch size in a process of its own, `options.processes` at a time.
+    """Measure each network at each batch size in a separate process, `options.processes` at a time.
 
     All of them share a lock on a file while they prepare, and each needs it alone to time.
     """

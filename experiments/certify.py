@@ -399,7 +399,7 @@ SAME = ("masks", "bounds")  # what a run must share with an earlier one to conti
 
 @dataclass(frozen=True)
 class Task:
-    """Some images of a run, to be proven or attacked; a process of its own can do it."""
+    """Some images of a run, to be proven or attacked, possibly in another process."""
 
     name: str
     folder: Path

@@ -31,7 +31,7 @@ NAMES = {
     "vgg16_bn": "VGG-16",
     "vit_b_16": "ViT-B/16",
 }
-MAIN = ("resnet", "convnext")  # networks with targets of their own; on the others, the aim is never to be slower
+MAIN = ("resnet", "convnext")  # networks with a target speed-up; the aim for others is never to be slower
 METHODS = {
     "dense": "dense",
     "magnitude": "magnitude",

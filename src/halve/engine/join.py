@@ -254,7 +254,7 @@ def joined_entries(entries: Sequence[Entry], joins: Sequence[Join]) -> list[Entr
 def separated_entries(
     entries: Sequence[Entry], joins: Sequence[PlannedJoin], kernels: Mapping[Layer, Kernel]
 ) -> list[Entry]:
-    """The entries of a plan with these layers on kernels of their own again, whose times are not known."""
+    """The entries of a plan with these joined layers separate again. The times of their kernels are not known."""
     used = {layer.name: kernel for layer, kernel in kernels.items()}
     apart = {name for join in joins for both in (join.layer, join.other) for name in both.split(_AND)} & used.keys()
     reason = "planned in one kernel with its neighbour, which is not used here"

@@ -9,7 +9,7 @@ from typing import Any
 class SharedLock:
     """Calls of a network share it, so that they run side by side. Planning, which changes its layers, holds it alone.
 
-    Whoever waits to hold it alone goes before new calls. Copies of a network get a lock of their own.
+    Whoever waits to hold it alone goes before new calls. A copy gets a new lock.
 
     >>> lock = SharedLock()
     >>> with lock.shared():
