@@ -5,24 +5,26 @@
 
 Weights are random, masked by magnitude: the speed does not depend on which weights are kept. Systems are timed in
 interleaved rounds. torch.compile is slow to compile and only measured at --compile-batches. With --processes, so many
-pairs of a network and a batch size are prepared side by side, each in its own process, and timed one after the other
-when all are prepared; processes take turns while they plan. Writes
+pairs of a network and a batch size are prepared side by side, each in its own process. When one is prepared, all others
+are stopped until it has been timed. Batch sizes of all processes together are at most --images, for the GPU's memory.
+Writes
 benchmarks/results/gpu.json (one record per measurement) and gpu_layers.json (one per layer of each plan). Records of
 other networks, dtypes and batch sizes are kept. Does nothing without a GPU. Needs torch, torchvision, numpy and
 safetensors.
 """
 
 import argparse
-import fcntl
-import itertools
+import contextlib
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -32,6 +34,7 @@ import halve
 from halve.bench.bench import Measurement
 from halve.bench.records import layer_records, records
 from halve.bench.systems import SYSTEMS
+from halve.engine.turns import turn
 from halve.masks.storage import write_atomically
 
 RESULTS = Path(__file__).parent / "results"
@@ -100,42 +103,93 @@ def write(path: Path, found: list[dict[str, object]]) -> None:
     write_atomically(path, (json.dumps(records, indent=1) + "\n").encode())
 
 
-def side_by_side(options: argparse.Namespace) -> None:
-    """Measure each network at each batch size in a separate process, `options.processes` at a time.
+@dataclass
+class Worker:
+    """A process that measures one network at one batch size. It is in a session with the processes that it starts."""
 
-    All of them share a lock on a file while they prepare, and each needs it alone to time.
-    """
-    pairs = list(itertools.product(options.networks, options.batches))
+    pair: tuple[str, int]
+    part: Path
+    process: subprocess.Popen[bytes]
+    asks: int  # pipe from the process: it is prepared
+    answer: int  # pipe to the process: it may time
+
+    @classmethod
+    def start(cls, pair: tuple[str, int], folder: Path, options: argparse.Namespace) -> "Worker":
+        (network, batch), part = pair, folder / f"{pair[0]}-{pair[1]}"
+        (asks, prepared), (allowed, answer) = os.pipe(), os.pipe()
+        command = [sys.executable, __file__, "--networks", network, "--batches", str(batch)]
+        command += ["--compile-batches", *([str(batch)] if batch in options.compile_batches else [])]
+        command += ["--systems", *options.systems, "--size", str(options.size), "--dtype", options.dtype]
+        command += ["--seconds", str(options.seconds), "--pipes", str(prepared), str(allowed)]
+        command += ["--out", f"{part}.json", "--layers-out", f"{part}-layers.json"]
+        # Each process that compiles for Inductor would start as many others as there are cores.
+        environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
+        process = subprocess.Popen(command, pass_fds=[prepared, allowed], start_new_session=True, env=environment)
+        os.close(prepared)
+        os.close(allowed)
+        return cls(pair, part, process, asks, answer)
+
+    def signal(self, number: int) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, number)
+
+
+def wait_for_turn(pipes: Sequence[int], device: torch.device) -> None:
+    """Wait until the other processes are stopped. Nobody is stopped in the middle of timing kernels."""
+    _turn.enter_context(turn(device))
+    os.write(pipes[0], b"!")
+    os.read(pipes[1], 1)
+
+
+_turn = contextlib.ExitStack()  # kept until the process ends
+
+
+def side_by_side(options: argparse.Namespace) -> None:
+    """Measure each network at each batch size in a separate process, `options.processes` at a time."""
+    waiting = [(network, batch) for batch in options.batches for network in options.networks]
+    running: list[Worker] = []
+    timing: Worker | None = None
+    started = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
-        lock = Path(folder) / "lock"
-        for at in range(0, len(pairs), options.processes):
-            wave = pairs[at : at + options.processes]
-            started, running = time.perf_counter(), []
-            for network, batch in wave:
-                shared = os.open(lock, os.O_RDWR | os.O_CREAT)
-                fcntl.flock(shared, fcntl.LOCK_SH)
-                part = Path(folder) / f"{network}-{batch}"
-                command = [sys.executable, __file__, "--networks", network, "--batches", str(batch)]
-                command += ["--compile-batches", *([str(batch)] if batch in options.compile_batches else [])]
-                command += ["--systems", *options.systems, "--size", str(options.size), "--dtype", options.dtype]
-                command += ["--seconds", str(options.seconds), "--lock", str(shared)]
-                command += ["--out", f"{part}.json", "--layers-out", f"{part}-layers.json"]
-                running.append((subprocess.Popen(command, pass_fds=[shared]), part))
-                os.close(shared)  # the process has it
-            try:
-                while running:  # what is measured is kept even if the rest does not end
-                    time.sleep(0.2)
-                    for process, part in [one for one in running if one[0].poll() is not None]:
-                        running.remove((process, part))
-                        if process.returncode:
-                            print(f"{part.name}: failed with exit status {process.returncode}", flush=True)
-                            continue
-                        write(options.out, read(Path(f"{part}.json")))
-                        write(options.layers_out, read(Path(f"{part}-layers.json")))
-            finally:
-                for process, _ in running:
-                    process.kill()
-            print(f"{len(wave)} pairs: {time.perf_counter() - started:.0f} s", flush=True)
+        try:
+            while waiting or running:
+                images = sum(worker.pair[1] for worker in running)
+                fitting = [pair for pair in waiting if not images or images + pair[1] <= options.images]
+                if timing is None and fitting and len(running) < options.processes:
+                    waiting.remove(fitting[0])
+                    running.append(Worker.start(fitting[0], Path(folder), options))
+                    continue
+                ready, _, _ = select.select([worker.asks for worker in running], [], [], 0.05)
+                prepared = [worker for worker in running if worker.asks in ready and worker is not timing]
+                if timing is None and prepared and os.read(prepared[0].asks, 1):
+                    timing = prepared[0]
+                    for worker in running:
+                        if worker is not timing:
+                            worker.signal(signal.SIGSTOP)
+                    time.sleep(0.1)  # the GPU finishes what they have launched
+                    os.write(timing.answer, b"!")
+                for worker in [worker for worker in running if worker.process.poll() is not None]:
+                    running.remove(worker)
+                    os.close(worker.asks)
+                    os.close(worker.answer)
+                    finish(worker, time.perf_counter() - started, options)
+                    if worker is timing:
+                        timing = None
+                        for other in running:
+                            other.signal(signal.SIGCONT)
+        finally:
+            for worker in running:
+                worker.signal(signal.SIGKILL)
+
+
+def finish(worker: Worker, seconds: float, options: argparse.Namespace) -> None:
+    """Keep what a process has measured."""
+    if worker.process.returncode:
+        print(f"{worker.part.name}: failed with exit status {worker.process.returncode}", flush=True)
+        return
+    write(options.out, read(Path(f"{worker.part}.json")))
+    write(options.layers_out, read(Path(f"{worker.part}-layers.json")))
+    print(f"{worker.part.name}: done after {seconds:.0f} s", flush=True)
 
 
 def main() -> None:
@@ -148,7 +202,8 @@ def main() -> None:
     parser.add_argument("--dtype", choices=["float16", "bfloat16", "float32"], default="float16")
     parser.add_argument("--seconds", type=float, default=0.3, help="per system and batch size")
     parser.add_argument("--processes", type=int, default=1, help="networks and batch sizes prepared side by side")
-    parser.add_argument("--lock", type=int, help=argparse.SUPPRESS)  # a file that other processes lock, too
+    parser.add_argument("--images", type=int, default=2048, help="batch sizes of all processes together, at most")
+    parser.add_argument("--pipes", nargs=2, type=int, help=argparse.SUPPRESS)  # to and from `side_by_side`
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu.json")
     parser.add_argument("--layers-out", type=Path, default=RESULTS / "gpu_layers.json")
     options = parser.parse_args()
@@ -162,7 +217,7 @@ def main() -> None:
         side_by_side(options)
         return
     device = torch.device("cuda", torch.cuda.current_device())
-    alone = None if options.lock is None else lambda: fcntl.flock(options.lock, fcntl.LOCK_EX)
+    alone = None if options.pipes is None else lambda: wait_for_turn(options.pipes, device)
     for network in options.networks:
         started = time.perf_counter()
         found = measured(network, options, alone)

@@ -17,6 +17,7 @@ def record(
     warmups: int = 1,
     pool: Any = None,
     stream: torch.cuda.Stream | None = None,
+    free_memory: bool = True,
 ) -> tuple[torch.cuda.CUDAGraph, Any]:
     """Record a call of `run` as a CUDA graph; returns the graph and the result of the call.
 
@@ -26,6 +27,8 @@ def record(
         warmups: how often to call `run` first. Libraries load kernels on first use, which cannot be recorded.
         pool: a memory pool to share with other graphs. Default: a new one.
         stream: the stream to record on. Default: `side_stream(device)`.
+        free_memory: return cached memory to the GPU first, as nothing can be returned while recording. Takes
+            milliseconds, and allocating again takes more.
 
     CUDA calls in other threads do not invalidate the recording.
     """
@@ -39,8 +42,11 @@ def record(
     # cuBLAS keeps a workspace per stream. One from before the recording would not belong to the graph: whoever clears
     # workspaces later, as torch.compile does, would free memory that the graph still writes to.
     torch._C._cuda_clearCublasWorkspaces()
+    if free_memory:
+        torch.cuda.synchronize(device)
+        torch.cuda.empty_cache()
     try:
-        with _no_garbage_collection(), torch.cuda.graph(graph, pool, stream, capture_error_mode="thread_local"):
+        with _no_garbage_collection(), torch.cuda.stream(stream), _capture(graph, pool):
             result = run()
     except BaseException:
         _end_capture_of_random_numbers(stream)
@@ -50,10 +56,23 @@ def record(
     return graph, result
 
 
+@contextlib.contextmanager
+def _capture(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """Capture what is launched on the current stream. Unlike `torch.cuda.graph`, does not empty the memory cache."""
+    graph.capture_begin(pool, capture_error_mode="thread_local")
+    try:
+        yield
+    finally:
+        graph.capture_end()
+
+
 def _end_capture_of_random_numbers(stream: torch.cuda.Stream) -> None:
     """Record nothing. A recording that CUDA aborts leaves PyTorch's generator in capture mode, where it raises."""
-    nothing = torch.cuda.graph(torch.cuda.CUDAGraph(), stream=stream, capture_error_mode="thread_local")
-    with warnings.catch_warnings(action="ignore"), nothing:  # it warns that the graph is empty
+    with (
+        warnings.catch_warnings(action="ignore"),  # it warns that the graph is empty
+        torch.cuda.stream(stream),
+        _capture(torch.cuda.CUDAGraph(), None),
+    ):
         pass
 
 

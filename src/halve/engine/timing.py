@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
 
@@ -21,17 +22,22 @@ def measure(calls: Mapping[str, Callable[[], object]], device: torch.device, rou
     >>> list(measure({"nothing": lambda: None}, torch.device("cpu")))
     ['nothing']
     """
-    timers = {name: (_on_gpu if device.type == "cuda" else _on_cpu)(call, device) for name, call in calls.items()}
+    prepare = _on_gpu if device.type == "cuda" else _on_cpu
+    pool = torch.cuda.graph_pool_handle() if device.type == "cuda" else None
+    timers = {name: prepare(call, device, pool) for name, call in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in calls}
     with turn(device):
         for _ in range(rounds):
             for name, timer in timers.items():
                 times[name].append(timer())
+    if device.type == "cuda":
+        timers.clear()
+        torch.cuda.empty_cache()  # what the recordings held is not used for anything else
     summary = statistics.median if device.type == "cuda" else min
     return {name: summary(found) for name, found in times.items()}
 
 
-def _on_cpu(call: Callable[[], object], device: torch.device) -> Callable[[], float]:
+def _on_cpu(call: Callable[[], object], device: torch.device, pool: Any) -> Callable[[], float]:
     def once(repetitions: int) -> float:
         started = time.perf_counter()
         for _ in range(repetitions):
@@ -43,21 +49,25 @@ def _on_cpu(call: Callable[[], object], device: torch.device) -> Callable[[], fl
     return lambda: once(repetitions)
 
 
-def _on_gpu(call: Callable[[], object], device: torch.device) -> Callable[[], float]:
-    def repeated(repetitions: int) -> Callable[[], object]:
-        def run() -> None:
-            for _ in range(repetitions):
-                call()
+def _on_gpu(call: Callable[[], object], device: torch.device, pool: Any) -> Callable[[], float]:
+    """Record the call, repeated if it is short. All recordings share memory: nobody reads what they write.
 
-        return record(run, device)[0].replay
-
+    How often is decided by the time of a plain call, which is longer than that of a recorded one: four times as many
+    repetitions make up for it where launching takes most of the time.
+    """
     call()
-    once = repeated(1)
-    elapsed_ms(once)
-    repetitions = _repetitions(min(elapsed_ms(once) for _ in range(3)))
-    replay = once if repetitions == 1 else repeated(repetitions)
-    elapsed_ms(replay)
-    return lambda: elapsed_ms(replay) / repetitions
+    repetitions = _repetitions(min(elapsed_ms(call) for _ in range(2)) / 4)
+
+    def run() -> None:
+        for _ in range(repetitions):
+            call()
+
+    try:
+        graph = record(run, device, warmups=0, pool=pool, free_memory=False)[0]
+    except torch.OutOfMemoryError:
+        graph = record(run, device, warmups=0)[0]
+    elapsed_ms(graph.replay)
+    return lambda: elapsed_ms(graph.replay) / repetitions
 
 
 def _repetitions(ms: float) -> int:

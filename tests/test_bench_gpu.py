@@ -1,0 +1,75 @@
+"""The processes of benchmarks/bench_gpu.py: prepared side by side, timed alone."""
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks import bench_gpu
+
+WORKER = """
+import json, os, sys, time
+def after(name): return sys.argv[sys.argv.index(name) + 1]
+network, batch, place = after("--networks"), int(after("--batches")), sys.argv.index("--pipes")
+if network == "broken":
+    sys.exit(3)
+beats, began = [], time.monotonic()
+while time.monotonic() < began + batch / 100:
+    beats.append(time.monotonic())
+    time.sleep(0.005)
+os.write(int(sys.argv[place + 1]), b"!")
+os.read(int(sys.argv[place + 2]), 1)
+times = time.monotonic(), time.sleep(0.2), time.monotonic()
+record = {"network": network, "dtype": "float16", "batch": batch, "began": began, "beats": beats, "times": times}
+for name in ("--out", "--layers-out"):
+    open(after(name), "w").write(json.dumps([record]))
+"""
+
+
+@pytest.fixture
+def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespace:
+    worker = tmp_path / "worker.py"
+    worker.write_text(WORKER)
+    monkeypatch.setattr(bench_gpu, "__file__", str(worker))
+    return argparse.Namespace(
+        networks=["one", "two"],
+        batches=[30, 60],
+        compile_batches=[],
+        systems=["halve"],
+        size=8,
+        dtype="float16",
+        seconds=0.1,
+        processes=3,
+        images=2048,
+        out=tmp_path / "gpu.json",
+        layers_out=tmp_path / "layers.json",
+    )
+
+
+def test_a_process_is_alone_while_it_is_timed(options):
+    bench_gpu.side_by_side(options)
+    records = json.loads(options.out.read_text())
+    assert {(r["network"], r["batch"]) for r in records} == {(n, b) for n in ("one", "two") for b in (30, 60)}
+    assert json.loads(options.layers_out.read_text()) == records
+    for timed in records:
+        begin, _, end = timed["times"]
+        others = [beat for r in records if r is not timed for beat in (*r["beats"], r["times"][0], r["times"][2])]
+        assert not any(begin < beat < end for beat in others)
+    starts = sorted(r["began"] for r in records)
+    assert starts[1] < min(r["times"][0] for r in records)  # prepared side by side
+
+
+def test_images_of_all_processes_are_bounded(options):
+    options.images = 60
+    bench_gpu.side_by_side(options)
+    records = {(r["network"], r["batch"]): r for r in json.loads(options.out.read_text())}
+    last = max(records["one", 30]["times"][2], records["two", 30]["times"][2])
+    assert min(records["one", 60]["began"], records["two", 60]["began"]) > last
+
+
+def test_a_process_that_fails_does_not_stop_the_others(options, capsys):
+    options.networks, options.batches = ["broken", "one"], [30]
+    bench_gpu.side_by_side(options)
+    assert [r["network"] for r in json.loads(options.out.read_text())] == ["one"]
+    assert "broken-30: failed with exit status 3" in capsys.readouterr().out
