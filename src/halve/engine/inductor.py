@@ -159,7 +159,7 @@ class LayerTime:
     dense_ms: float
 
     def hopeless(self, network_ms: float) -> set[str]:
-        """The forms that cannot be faster than the network as planned, so that minutes of compiling are saved.
+        """The forms that cannot be faster than `network_ms`, so that minutes of compiling are saved.
 
         Inductor only speeds up what lies between the layers. If all layers are dense, they alone take `dense_ms`.
 
@@ -203,9 +203,10 @@ def choose(
     seconds, runs = 0.0, {}
     if known is None:
         calls: dict[str, Callable[[], Any]] = {"eager": partial(body, *inputs)}
-        hopeless = set() if layers is None else layers.hopeless(measure(calls, device)["eager"])
+        hopeless = set()
         for name, chosen in candidates.items():
-            if name in hopeless:
+            if layers is not None and name in layers.hopeless(min(measure(calls, device).values())):
+                hopeless.add(name)
                 continue
             try:
                 runs[name], took = compile_body(body, chosen, inputs)

@@ -4,6 +4,7 @@ Two families share the source: `mma_sp` multiplies only the kept weights, `mma` 
 of the same kernel: it isolates the effect of sparsity, and can be the fastest kernel for layers that are not 2:4.
 """
 
+import math
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -11,11 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halve.engine.kernels.cuda import driver, jit
+from halve.engine.kernels.cuda import driver, jit, wgmma
 from halve.engine.kernels.cuda.convolution import ConvolutionFamily, as_convolution
 from halve.engine.kernels.kernel import Piece
 from halve.engine.kernels.mma_sp import launch
 from halve.engine.kernels.mma_sp.packing import pack, pack_dense, packed_shapes, restored
+from halve.engine.kernels.wgmma_sp.tiling import supported
 from halve.engine.operations import Convolution, Linear, Operation, Tensors
 
 
@@ -44,6 +46,13 @@ class _Mma(ConvolutionFamily):
         ):
             return ()
         return tuple(launch.TILES)
+
+    def promising(self, inputs: Sequence[Tensor], operation: Operation, variants: Sequence[str]) -> Sequence[str]:
+        convolution, x = as_convolution(operation), inputs[0]
+        if wgmma.unavailable(x.device, x.dtype) is not None or not supported(convolution):
+            return variants
+        pixels = math.prod(operation.out_shape(x.shape)) // convolution.rows
+        return launch.worth_timing(convolution.rows, pixels, driver.processors(x.device.index), variants)
 
     def compilation(self, inputs: Sequence[Tensor], operation: Operation, variant: str) -> partial[Any] | None:
         convolution, x = as_convolution(operation), inputs[0]

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -61,6 +62,25 @@ TILES = {
         Tile(1, 4, 1, 1, 8),
     )
 }
+
+# Where Hopper's own kernels can run a layer, these are the fastest in small tiles only, and only if those are few: at
+# most 0.8, 0.8, 1.5 and 3 blocks per multiprocessor in all measurements (benchmarks/results/gpu_layers.json).
+_FEW_BLOCKS = {"16x32k8": 2, "32x32k8": 2, "64x32k4": 3, "64x64": 6}  # per multiprocessor: with more they are not timed
+
+
+def worth_timing(rows: int, pixels: int, processors: int, tiles: Sequence[str]) -> list[str]:
+    """Those of the tiles that may be faster than Hopper's own kernels, for a result of so many rows and pixels.
+
+    >>> worth_timing(512, 49, 132, list(TILES))
+    ['64x64', '64x32k4', '32x32k8', '16x32k8']
+    >>> worth_timing(64, 8 * 56 * 56, 132, list(TILES))
+    ['64x64']
+    """
+
+    def blocks(tile: Tile) -> int:
+        return -(-rows // tile.rows) * -(-pixels // tile.pixels)
+
+    return [name for name in tiles if blocks(TILES[name]) <= _FEW_BLOCKS.get(name, 0) * processors]
 
 
 class Variant(NamedTuple):
