@@ -8,33 +8,37 @@ import functools
 import torch
 
 _CACHE = 1 << 21  # coefficients
-_LEAST, _MOST = 1 << 16, 1 << 26  # on a GPU; more is not faster, and windows of more exceed 32-bit indices
-_BYTES = 512  # of a GPU's memory for each coefficient: it is read, written, and there are copies and windows of it
+# On a GPU: bytes for each number, with its copies and what is computed from it, and the most that is still faster.
+_BYTES = {"coefficients": 512, "kept": 64}
+_MOST = {"coefficients": 1 << 26, "kept": 1 << 30}
 
 
 @functools.cache
+def _fitting(device: torch.device, numbers: str) -> int:
+    """How many numbers fit into what no other program has of a GPU's memory."""
+    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)
+    return min(_MOST[numbers], int(free) // _BYTES[numbers])
+
+
 def coefficients(device: torch.device) -> int:
     """How many coefficients to carry back through a network at a time.
 
     >>> coefficients(torch.device("cpu"))
     2097152
     """
-    if device.type != "cuda":
-        return _CACHE
-    free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device)  # the rest is used by others
-    return max(_LEAST, min(_MOST, int(free) // _BYTES))
+    return _CACHE if device.type == "cpu" else _fitting(device, "coefficients")
 
 
 def kept(device: torch.device) -> int:
-    """How many coefficients of all nodes together to keep, where gradients need them."""
-    return coefficients(device) * (16 if device.type == "cuda" else 4)
+    """How many coefficients of all nodes together to keep, where gradients need them: each takes about 32 bytes."""
+    return 4 * _CACHE if device.type == "cpu" else _fitting(device, "kept")
 
 
 def windows(device: torch.device) -> int:
-    """How many numbers of the windows of a convolution to write at a time."""
-    return coefficients(device) * 12
+    """How many numbers of the windows of a convolution to write at a time; on a GPU, 32-bit indices suffice."""
+    return 12 * coefficients(device)
 
 
 def derivatives(device: torch.device) -> int:
     """How many derivatives by weights to compute at a time."""
-    return coefficients(device) * 2 if device.type == "cuda" else coefficients(device) // 4
+    return _CACHE // 4 if device.type == "cpu" else 2 * coefficients(device)
