@@ -10,7 +10,7 @@ from torch import nn
 from benchmarks.soundness import RESULT, cases, image, network, started
 from halve.certify.attack import attack_input, margin_of
 from halve.certify.changes import WeightBox
-from halve.certify.crown import Bounds
+from halve.certify.crown import Bounds, OutOfTime
 from halve.certify.network import network_of
 from halve.certify.operators import CURVES, MaxPool, Normalise, ReLU, Smooth
 from halve.certify.rounding import Interval, around
@@ -208,3 +208,17 @@ def test_products_of_values_have_no_bounds():
         network_of(nn.Sequential(Gate(), nn.Linear(4, 2)), torch.zeros(1, 4))
     with pytest.raises(ModelError, match=r"class scores"):
         network_of(nn.Conv2d(4, 2, 1), torch.zeros(1, 4, 6, 6))
+
+
+def test_time_that_is_up_ends_optimising_and_keeps_what_is_known():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 20), nn.ReLU(), nn.Linear(20, 20), nn.ReLU(), nn.Linear(20, 3))
+    x = torch.zeros(1, 6, dtype=torch.float64)
+    captured, box = network_of(model.double().requires_grad_(False), x), Interval(x - 1, x + 1)
+    plain = Bounds(captured, box)
+    with pytest.raises(OutOfTime):
+        Bounds(captured, box, seconds=-1.0)
+    late = Bounds(captured, box, steps=4, known=plain.values, seconds=-1.0)
+    for one, other in zip(late.values, plain.values, strict=True):
+        assert torch.equal(one.low, other.low)
+    assert Bounds(captured, box, steps=4, known=plain.values).margins([0]) >= late.margins([0])

@@ -6,6 +6,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from safetensors.torch import save_file
+
+import halve
+from halve.sources.digits import DigitsResNet
+from halve.sources.weights import save_state
 
 ROOT = Path(__file__).parents[2]
 
@@ -41,3 +47,22 @@ def test_records_of_the_same_bounds_are_joined_and_others_replaced(experiment, t
 def test_no_task_starts_after_the_deadline(experiment, tmp_path):
     task = experiment.Task("digits_region_2", tmp_path, "cpu", 1.0, (0,))
     assert list(experiment.completed([task], 1, time.monotonic() - 1)) == []
+
+
+def test_the_probe_reports_each_step(experiment, monkeypatch, tmp_path, capsys):
+    torch.manual_seed(0)
+    model = DigitsResNet().eval()
+    save_state(model.state_dict(), tmp_path / "digits.safetensors")
+    halve.prune(model).save(tmp_path / "digits.masks.safetensors")
+    save_file({"images": torch.rand(20, 1, 8, 8) * 2 - 1}, tmp_path / "digits.images")
+    probe, out = importlib.import_module("certify_probe"), tmp_path / "out.jsonl"
+    options = ["--items", "digits", "--device", "cpu", "--no-inside", "--limit", "100", "--profile", "digits"]
+    monkeypatch.setattr("sys.argv", ["certify_probe.py", str(tmp_path), *options, "--out", str(out)])
+    probe.main()
+    found = json.loads(out.read_text())
+    assert "failed" not in found
+    assert found["intervals"] <= found["plain"] <= found["last"] + 1e-9 <= found["margin"] + 1e-9
+    assert all(after <= before for before, after in zip(found["open_before"], found["open"], strict=True))
+    assert "aten::" in capsys.readouterr().out
+    bounds = probe.Probe("digits", "digits_region_2", tmp_path, "cpu", 100.0).everything(False)
+    assert max(probe.difference("digits_region_2", tmp_path, bounds).values()) < 1e-12

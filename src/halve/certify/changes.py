@@ -5,11 +5,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from halve.certify.memory import derivatives
 from halve.certify.operators import Change, Layer
 from halve.certify.rounding import UNIT, Interval, Owners, by_image, from_images, gamma, loss, per_row
 from halve.masks.mask import Mask
-
-_MOST = {"cpu": 1 << 19, "cuda": 1 << 27}  # numbers at a time, about as many as fit into a cache
 
 
 @dataclass(frozen=True, eq=False)
@@ -110,4 +109,4 @@ class BlockChanges(Change):
 
 def _split(table: Tensor, numbers: int) -> tuple[Tensor, ...]:
     """Rows of all images, (images, rows, ...), some at a time, if each takes so many numbers."""
-    return torch.split(table, max(1, _MOST[table.device.type] // (numbers * len(table))), 1)
+    return torch.split(table, max(1, derivatives(table.device) // (numbers * len(table))), 1)

@@ -13,12 +13,11 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from halve.certify.memory import coefficients, kept
 from halve.certify.network import Network
 from halve.certify.operators import Change, Layer, ReLU
 from halve.certify.rounding import LARGEST, UNIT, Interval, Owners, around, dot, loss, per_row, total
 
-_ROWS = {"cpu": 1 << 21, "cuda": 1 << 26}  # coefficients at a time, about as many as fit into a cache
-_ENOUGH = 4  # how many times as many coefficients of all nodes together, where gradients need them
 TOLERANCE = 1e-9  # of the largest value of a node
 _FEW = 32  # classes
 _STEPS, _RATE = 20, 0.1  # of optimising slopes
@@ -42,7 +41,7 @@ class Bounds:
         known: Intervals of all nodes that are known already, for the same boxes and changes. Default: none.
         splits: Signs of values, by node, (images, ...): only inputs and changes count for which these values are not
             negative (1) or not positive (-1); 0 where both count. Default: none.
-        seconds: Time limit. Default: none.
+        seconds: Time limit: afterwards `OutOfTime` is raised, or slopes are not optimised any more. Default: none.
     """
 
     network: Network
@@ -77,11 +76,13 @@ class Bounds:
                 reader = readers.get(place)
                 if self.tighten and reader is not None and not self.fixed[place]:
                     self._tighten(place, reader.open(self.values[place]), self.steps if isinstance(reader, ReLU) else 0)
-                self._check_time()
 
-    def _check_time(self) -> None:
-        if time.monotonic() > self._deadline:
+    def _late(self) -> bool:
+        """Whether to stop tightening intervals. Those that are known need not be better, others must be."""
+        late = time.monotonic() > self._deadline
+        if late and not (self.steps and self.known is not None):
             raise OutOfTime
+        return late
 
     def _value(self, place: int) -> Interval:
         """The interval of a node from those of its inputs.
@@ -137,13 +138,14 @@ class Bounds:
         """Replace the interval of a node by the intersection with bounds from backward passes."""
         low, high = (end.clone(memory_format=torch.contiguous_format).flatten(1) for end in self.values[place])
         for images, at in _pairs(wanted, self._at_once(steps > 0) // 2):
+            if self._late():
+                break
             rows, owners = self._units(images, at, self.values[place].low.shape)
             found = (
                 self.optimised(rows, place, owners, steps, _RATE_INSIDE) if steps else self.lower(rows, place, owners)
             )
             low[images, at] = torch.maximum(low[images, at], found[0::2])
             high[images, at] = torch.minimum(high[images, at], -found[1::2])
-            self._check_time()
         shape = self.values[place].low.shape
         self.values[place] = Interval(low.reshape(shape), torch.maximum(low, high).reshape(shape))
 
@@ -156,8 +158,11 @@ class Bounds:
     def _at_once(self, optimise: bool = False) -> int:
         """How many rows to carry back at a time: fewer if their gradient is needed."""
         sizes = [x.low[0].numel() for x, fixed in zip(self.values, self.fixed, strict=True) if not fixed]
-        most = _ROWS[self.box.low.device.type]
-        return max(2, most * _ENOUGH // sum(sizes) if optimise else most // max(sizes, default=1))
+        device, layers = self.box.low.device, self.network.layers
+        if not optimise:
+            return max(2, coefficients(device) // max(sizes, default=1))
+        weights = sum(layer.weight.numel() for name in self.changes for layer in layers.get(name, []))
+        return max(2, kept(device) // (sum(sizes) + weights))
 
     def lower(
         self,

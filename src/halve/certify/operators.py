@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halve.certify.memory import windows
 from halve.certify.rounding import (
     UNIT,
     Interval,
@@ -269,9 +270,15 @@ class Convolution(Layer):
 
     def apply_weight(self, x: Tensor, weight: Tensor) -> Tensor:
         if self._as_product(x):
-            windows = torch.nn.functional.unfold(x, tuple(weight.shape[2:]), *self._where)
-            found = torch.bmm(weight.flatten(1).expand(len(x), -1, -1), windows)
-            return found.reshape(len(x), len(weight), *self._sizes(x.shape[2:]))
+            sizes = self._sizes(x.shape[2:])
+            found = [
+                torch.bmm(
+                    weight.flatten(1).expand(len(some), -1, -1),
+                    torch.nn.functional.unfold(some, tuple(weight.shape[2:]), *self._where),
+                )
+                for some in self._some(x, math.prod(sizes))
+            ]
+            return _joined(found).reshape(len(x), len(weight), *sizes)
         none = [0] * self._spatial
         with exact_convolutions():
             return torch.ops.aten.convolution(  # type: ignore[no-any-return]
@@ -286,14 +293,25 @@ class Convolution(Layer):
                 self._matrix = self.apply(units.reshape(-1, *shape)).flatten(1)
             return (rows.flatten(1) @ self._matrix.T).reshape(len(rows), *shape)
         if self._as_product(rows):
-            windows = torch.bmm(self.weight.flatten(1).T.expand(len(rows), -1, -1), rows.flatten(2))
-            return torch.nn.functional.fold(windows, tuple(shape[1:]), tuple(self.weight.shape[2:]), *self._where)
+            sizes, taps = tuple(shape[1:]), tuple(self.weight.shape[2:])
+            across = self.weight.flatten(1).T
+            found = [
+                torch.nn.functional.fold(
+                    torch.bmm(across.expand(len(some), -1, -1), some.flatten(2)), sizes, taps, *self._where
+                )
+                for some in self._some(rows, math.prod(rows.shape[2:]))
+            ]
+            return _joined(found)
         like = rows.new_empty(1).expand(len(rows), *shape)
         return self._backward(rows, like, [True, False, False])[0]
 
     def _as_product(self, x: Tensor) -> bool:
         """Whether to compute the convolution as one matrix product: without cuDNN, PyTorch does so image by image."""
         return x.device.type == "cuda" and self._spatial == 2 and self._groups == 1
+
+    def _some(self, x: Tensor, positions: int) -> tuple[Tensor, ...]:
+        """Images or rows, as many at a time as their windows fit into memory."""
+        return torch.split(x, max(1, windows(x.device) // (self.weight[0].numel() * positions)))
 
     @property
     def _where(self) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
@@ -372,11 +390,16 @@ class Sum(Operator):
     def backward(
         self, rows: Tensor, inputs: Sequence[Interval], owners: Owners | None = None, slopes: Tensor | None = None
     ) -> Step:
-        parts = [_reduced(part, x.low.shape[1:]) for part, x in zip((rows, self._sign * rows), inputs, strict=True)]
+        both = (rows, rows if self._sign == 1 else self._sign * rows)
+        parts = [_reduced(part, x.low.shape[1:]) for part, x in zip(both, inputs, strict=True)]
         if rows.shape[1:] == inputs[0].low.shape[1:] == inputs[1].low.shape[1:]:
             return parts, rows.new_zeros(len(rows))
         error = (inputs[0].magnitude + inputs[1].magnitude) * gamma(rows[0].numel())
         return parts, -loss(rows, error, owners)
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _reduced(rows: Tensor, shape: torch.Size) -> Tensor:
@@ -433,8 +456,7 @@ class Elementwise(Operator):
         below, low, above, high = self._lines_of(x)
         error = x.magnitude * torch.maximum(below.abs(), above.abs()).clamp(min=1) * (4 * UNIT)
         below = per_row(below, owners) if slopes is None else self.below(x, slopes, owners)
-        plus = rows.clamp(min=0)
-        result = plus * below + (rows - plus) * per_row(above, owners)
+        result = rows * torch.where(rows > 0, below, per_row(above, owners))
         return [result], dot(rows, low, high, error, owners)
 
 
