@@ -236,6 +236,7 @@ def test_a_plan_bounds_what_is_done_besides_learning():
     assert few.for_validation() == (64, math.inf)
     assert many.for_validation() == (512, math.inf)
     assert [Plan(steps, None, 0.5, 64).for_one_shot() for steps in (2, 20, 200, 800, 10_000)] == [5, 10, 30, 60, 250]
+    assert [Plan(steps, None, 0.02, 64).for_one_shot() for steps in (1_000, 10_000)] == [5, 10]
 
 
 def test_labels_are_not_needed_where_dicts_are_batches():

@@ -105,8 +105,9 @@ class Plan:
             share = instead if steps < USEFUL_STEPS else beside if steps < 10 * USEFUL_STEPS else aside
             return min(share * seconds, _LONGEST)
         learning, (least, most) = self.steps * self.step_seconds, _ONE_SHOT_SECONDS
-        share = beside if self.steps < 10 * USEFUL_STEPS else aside
-        return min(max(share * learning, min(max(learning, least), most)), _LONGEST)
+        if self.steps >= 10 * USEFUL_STEPS:
+            return min(max(aside * learning, least), _LONGEST)
+        return min(max(beside * learning, min(max(learning, least), most)), _LONGEST)
 
 
 class Comparison:
