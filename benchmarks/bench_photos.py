@@ -1,6 +1,6 @@
 """Top-1 agreement of compiled networks with the masked model in float32: ResNet-50 on photos, on a GPU.
 
-    python benchmarks/bench_photos.py [ASSETS] [--out FILE]
+    python benchmarks/bench_photos.py [ASSETS] [--workers 16] [--out FILE]
 
 ASSETS is a folder with zoo.py, resnet50_v1_imagenet.safetensors and the photos in20_train/, in20_val_dev/, in1000_dev/.
 Masks are recalibrated magnitude masks, which are deterministic. Compared are PyTorch in float16 and bfloat16, the
@@ -12,6 +12,7 @@ import argparse
 import copy
 import datetime
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,9 +29,15 @@ RESULTS = Path(__file__).parent / "results" / "photos.json"
 BATCH = 50
 
 
-def photos(assets: Path, folder: str, limit: int | None = None) -> list[Tensor]:
-    loader = load_data(str(assets / folder), Preprocessing(), batch_size=BATCH, limit=limit, shuffle=limit is not None)
-    return [batch[0].cuda() for batch in loader.loader]
+def photos(assets: Path, folder: str, workers: int, limit: int | None = None) -> list[Tensor]:
+    loader = load_data(
+        *(str(assets / folder), Preprocessing()),
+        batch_size=BATCH,
+        limit=limit,
+        shuffle=limit is not None,
+        workers=workers,
+    ).loader
+    return [batch[0].cuda() for batch in loader]
 
 
 def all_sparse(fast: Compiled) -> Compiled:
@@ -52,6 +59,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("assets", type=Path, nargs="?")
     parser.add_argument("--out", type=Path, default=RESULTS)
+    parser.add_argument("--workers", type=int, default=os.cpu_count() or 1, help="processes that decode photos")
     options = parser.parse_args()
     if not torch.cuda.is_available():
         print("bench_photos: no GPU, nothing measured")
@@ -62,12 +70,15 @@ def main() -> None:
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     assets = options.assets
     model = load_model(f"{assets / 'zoo.py'}:resnet50_v1", assets / "resnet50_v1_imagenet.safetensors").model.cuda()
-    calibration = photos(assets, "in20_train", limit=512)
+    calibration = photos(assets, "in20_train", options.workers, limit=512)
     masks = halve.recalibrate(model, halve.prune(model), calibration)
-    batches = [batch for folder in ("in20_train", "in20_val_dev", "in1000_dev") for batch in photos(assets, folder)]
+    folders = ("in20_train", "in20_val_dev", "in1000_dev")
+    batches = [batch for folder in folders for batch in photos(assets, folder, options.workers)]
     masked = halve.apply(model, masks).eval()
     expected = classes(masked, batches, torch.float32)
+    print(f"{len(expected)} photos", flush=True)
     records = []
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     for dtype in (torch.float16, torch.bfloat16):
         fast = halve.compile(model, masks, batches[0].to(dtype))
         sparse = sum(entry.sparse for entry in fast.plan)
@@ -83,8 +94,7 @@ def main() -> None:
                 | {"versions": {"halve": halve.__version__, "torch": torch.__version__}}
             )
             print(about, flips, "of", len(expected), flush=True)
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(records, indent=1) + "\n")
+            options.out.write_text(json.dumps(records, indent=1) + "\n")
 
 
 if __name__ == "__main__":

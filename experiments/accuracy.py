@@ -15,6 +15,7 @@ import dataclasses
 import datetime
 import fcntl
 import hashlib
+import itertools
 import json
 import os
 import time
@@ -113,10 +114,27 @@ def decoded(file: Path, size: int | None) -> np.ndarray:
     return np.asarray(image if size is None else image.resize((size, size), Image.Resampling.BICUBIC))
 
 
+def decode(files: list[Path], size: int | None, kept: Path) -> None:
+    """Decode images on all cores, into a file."""
+    started = time.perf_counter()
+    workers = os.cpu_count() or 1
+    chunk = min(64, -(-len(files) // workers))
+    unfinished = kept.with_suffix(".new.npy")
+    with ProcessPoolExecutor(workers) as pool:
+        images = pool.map(decoded, files, [size] * len(files), chunksize=chunk)
+        first = next(images)
+        whole = np.lib.format.open_memmap(unfinished, "w+", first.dtype, (len(files), *first.shape))
+        for index, image in enumerate(itertools.chain([first], images)):
+            whole[index] = image
+    whole.flush()
+    unfinished.replace(kept)
+    print(f"decoded {len(files)} images in {time.perf_counter() - started:.1f} s", flush=True)
+
+
 def load(assets: Path, folders: tuple[str, ...], size: int | None, network: Network, device: str) -> Pictures:
     """Load all images of some class folders; labels are the network's outputs.
 
-    Images of a given size are decoded once: several processes, and later ones, read them from ASSETS/decoded.
+    Images are decoded once: processes that wait for the first one, and later ones, map a file in ASSETS/decoded.
     """
     files = sorted(file for folder in folders for file in (assets / folder).glob("*/*") if file.is_file())
     wnids = (assets / "imagenet_wnids.txt").read_text().split()
@@ -124,17 +142,13 @@ def load(assets: Path, folders: tuple[str, ...], size: int | None, network: Netw
     classes = {name: index for index, name in enumerate(names)}
     labels = torch.tensor([classes[file.parent.name] for file in files])
     known = "\n".join(f"{file.relative_to(assets)} {file.stat().st_size}" for file in files)
-    kept = assets / "decoded" / f"{hashlib.sha256(known.encode()).hexdigest()[:16]}.{size}.npy"
-    if size is not None and kept.exists():
-        pixels = np.load(kept)
-    else:
-        with ProcessPoolExecutor() as pool:
-            pixels = np.stack(list(pool.map(decoded, files, [size] * len(files), chunksize=256)))
-        if size is not None:
-            kept.parent.mkdir(exist_ok=True)
-            unfinished = kept.with_suffix(f".{os.getpid()}.npy")
-            np.save(unfinished, pixels)
-            unfinished.replace(kept)
+    kept = assets / "decoded" / f"{hashlib.sha256(known.encode()).hexdigest()[:16]}.{size or 'own'}.npy"
+    kept.parent.mkdir(exist_ok=True)
+    with kept.with_suffix(".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not kept.exists():
+            decode(files, size, kept)
+    pixels = np.load(kept, mmap_mode="c")  # private pages: nothing that is written reaches the file
     return Pictures(torch.from_numpy(pixels).permute(0, 3, 1, 2).to(device), labels.to(device), network)
 
 
@@ -257,8 +271,8 @@ def main() -> None:
                 )
                 row = [records[-1][key] for key in ("network", "data", "metric", "method", "seed", "value", "seconds")]
                 print(*row, records[-1]["settings"], flush=True)
-        if not options.held_out:
-            write(options.out, records)  # after each seed, so that an interrupted run keeps its results
+            if not options.held_out:
+                write(options.out, records)  # after each method, so that an interrupted run keeps its results
 
 
 def write(path: Path, records: list[dict[str, Any]]) -> None:

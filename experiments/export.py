@@ -245,7 +245,7 @@ def main() -> None:
         found["networks"] = [r for r in found["networks"] if r["network"] != name] + [record]
         found["networks"].sort(key=lambda r: list(NETWORKS).index(r["network"]))
         RESULTS.write_text(json.dumps(found, indent=1) + "\n")
-        print(record)
+        print(record, flush=True)
     if options.photos:
         found["photos"] = on_photos(options.assets, options.work)
         RESULTS.write_text(json.dumps(found, indent=1) + "\n")

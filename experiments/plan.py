@@ -7,6 +7,7 @@ Nothing else must run on the device. Writes results/plan_NETWORK.json, which acc
 
 import argparse
 import math
+import time
 from pathlib import Path
 
 import torch
@@ -38,11 +39,13 @@ def main() -> None:
     for name in options.networks:
         model = NETWORKS[name].model(name, options.assets).to(device)
         images = torch.randn(options.batch, 3, options.size, options.size, device=device)
+        started = time.perf_counter()
         plan = halve.measure(model, images, progress=False)
         plan.save(options.out / f"plan_{name}.json")
         paying = sum(math.prod(plan[layer].weight) for layer in plan.paying)
         share = paying / sum(math.prod(layer.weight) for layer in plan.values())
-        print(plan, f"{name}: masks pay in {100 * share:.0f} % of the weights", sep="\n", flush=True)
+        took = f"measured in {time.perf_counter() - started:.0f} s"
+        print(plan, f"{name}: masks pay in {100 * share:.0f} % of the weights; {took}", sep="\n", flush=True)
 
 
 if __name__ == "__main__":

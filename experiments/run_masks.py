@@ -6,7 +6,8 @@
 plan      plan.py, alone on the device
 screen    screen.py: one process for each arm, on training images that are held back
 final     accuracy.py: one process for each network, method and seed, on the evaluation images, once. It takes the arm
-          with the least KL divergence in the screening of that network, unless --chosen says which
+          with the least KL divergence in the screening of that network, unless --chosen says which. With --runs
+          NETWORK/METHOD/ARM/SEED ... only these, in this order
 frontier  frontier.py for the networks of --frontiers, with the same options
 
 A job that has its results is not run again, so a run that was cut short can be continued. No job is started after
@@ -56,6 +57,7 @@ def main() -> None:
     parser.add_argument("--arms", nargs="+", help="arms of the screening, for all networks")
     parser.add_argument("--chosen", nargs="+", help="arm of each network in the final runs")
     parser.add_argument("--methods", nargs="+", help="of the final runs")
+    parser.add_argument("--runs", nargs="+", help="final runs in order of value, each as NETWORK/METHOD/ARM/SEED")
     parser.add_argument("--frontiers", nargs="+", default=["efficientnet_lite0"], help="networks")
     parser.add_argument("--screen-steps", nargs="+", type=int, default=[1200], help="for each network, or for all")
     parser.add_argument("--final-steps", nargs="+", type=int, default=[2500], help="for each network, or for all")
@@ -128,6 +130,8 @@ def screening(name: str, arms: list[str], steps: int, orders: Path, options: arg
 
 def final(options: argparse.Namespace) -> list[Job]:
     """The evaluation, seed by seed: what is cut short has one seed of everything."""
+    if options.runs:
+        return listed(options)
     jobs = []
     arms = {name: chosen(name, options) for name in options.networks}
     for seed in options.seeds:
@@ -141,6 +145,20 @@ def final(options: argparse.Namespace) -> list[Job]:
     for name in options.networks:
         done = options.out / "logs" / f"final_{name}_one_shot.done"
         jobs.append(Job(f"final_{name}_one_shot", accuracy(name, list(ONE_SHOT), [0], {}, options), done))
+    return jobs
+
+
+def listed(options: argparse.Namespace) -> list[Job]:
+    """The final runs of --runs."""
+    jobs = []
+    for run in options.runs:
+        name, method, arm, seed = run.split("/")
+        if method in PLANNED and not plan_of(name, options).exists():
+            print(f"no plan for {run}", flush=True)
+            continue
+        what = f"final_{run.replace('/', '_')}"
+        done = options.out / "logs" / f"{what}.done"
+        jobs.append(Job(what, accuracy(name, [method], [int(seed)], dict(ARMS[arm]), options), done))
     return jobs
 
 

@@ -1,5 +1,6 @@
-"""The experiments on detection, segmentation and faces run end to end, with small networks in place of large ones."""
+"""Experiments run end to end, with small networks in place of large ones."""
 
+import argparse
 import importlib
 import json
 from importlib.util import find_spec
@@ -182,3 +183,58 @@ def test_a_face_detector_is_masked_compared_timed_and_exported(experiment, tmp_p
     assert "not divisible by 4" in found["networks"][0]["not_masked"]["conv2"]
     assert all(r["difference"] < 1e-4 for r in found["networks"])
     assert all(r["images"] == 4 for r in found["accuracy"])
+
+
+@pytest.fixture
+def photos(tmp_path):
+    """A folder of eight photos of two classes, as accuracy.py takes them."""
+    from PIL import Image
+
+    names = ("n01440764", "n01443537")
+    (tmp_path / "imagenet_wnids.txt").write_text("\n".join(names))
+    for index, name in enumerate(names):
+        (tmp_path / "train" / name).mkdir(parents=True)
+        for number in range(4):
+            colour = (60 * number, 200 * index, 7)
+            Image.new("RGB", (24, 24), colour).save(tmp_path / "train" / name / f"{number}.png")
+    return tmp_path
+
+
+def test_photos_are_decoded_once_and_mapped_afterwards(experiment, photos, monkeypatch, capsys):
+    accuracy = experiment("accuracy")
+    network = accuracy.NETWORKS["resnet50_v1"]
+    for size in (16, None):
+        found = accuracy.load(photos, ("train",), size, network, "cpu")
+        assert found.pixels.shape == (8, 3, size or 24, size or 24)
+        assert found.labels.tolist() == [0] * 4 + [1] * 4
+        assert found.pixels[5, :, 0, 0].tolist() == [60, 200, 7]
+        assert "decoded 8 images" in capsys.readouterr().out
+    monkeypatch.setattr(accuracy, "decode", None)
+    again = accuracy.load(photos, ("train",), None, network, "cpu")
+    assert torch.equal(again.pixels, found.pixels)
+
+
+def test_listed_runs_are_made_in_their_order_and_those_without_a_plan_are_left_out(experiment, tmp_path, capsys):
+    run_masks = experiment("run_masks")
+    wanted = ["resnet50_v1/halve_plan_norms/noise_norms/1", "efficientnet_lite0/halve/default/0"]
+    options = argparse.Namespace(
+        runs=[wanted[1], "efficientnet_lite0/halve_plan/default/0", wanted[0]],
+        networks=["resnet50_v1", "efficientnet_lite0"],
+        final_steps=[7, 9],
+        out=tmp_path,
+        assets=tmp_path,
+        device="cpu",
+        note="",
+        size=None,
+        batch=None,
+    )
+    (tmp_path / "plan_resnet50_v1.json").touch()
+    jobs = run_masks.final(options)
+    assert [job.name for job in jobs] == [f"final_{run.replace('/', '_')}" for run in reversed(wanted)]
+    assert "no plan for efficientnet_lite0/halve_plan/default/0" in capsys.readouterr().out
+    first, second = (" ".join(job.arguments) for job in jobs)
+    assert '"steps": 9' in first
+    assert "--plan" not in first
+    assert '"steps": 7' in second
+    assert '"noise": [0.3, 0.0]' in second
+    assert "--methods halve_plan_norms --seeds 1" in second

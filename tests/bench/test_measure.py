@@ -3,6 +3,7 @@ import torch
 from torch import nn
 
 import halve
+from halve.bench import bench
 from halve.errors import EngineWarning, OptionError
 from halve.machine import device_name
 from tests.random_masks import random
@@ -25,6 +26,15 @@ def test_without_sparse_kernels_no_mask_pays():
     assert plan.paying == []
     assert plan.dense_ms > 0
     assert "torch" in plan.versions
+
+
+def test_a_network_is_planned_once(monkeypatch):
+    calls = []
+    compiled = bench.compile
+    monkeypatch.setattr(bench, "compile", lambda *args, **options: calls.append(1) or compiled(*args, **options))
+    with pytest.warns(EngineWarning):
+        halve.measure(net(), random(2, 3, 8, 8), seconds=0.01, progress=False)
+    assert len(calls) == 1
 
 
 @pytest.mark.cpu_kernels

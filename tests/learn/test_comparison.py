@@ -236,6 +236,7 @@ def test_a_plan_bounds_what_is_done_besides_learning():
     assert few.for_validation() == (64, math.inf)
     assert many.for_validation() == (512, math.inf)
     assert [Plan(steps, None, 0.5, 64).for_one_shot() for steps in (2, 20, 200, 800, 10_000)] == [5, 10, 30, 60, 250]
+    assert [Plan(steps, None, 0.02, 64).for_one_shot() for steps in (1_000, 10_000)] == [5, 10]
 
 
 def test_labels_are_not_needed_where_dicts_are_batches():
@@ -247,3 +248,13 @@ def test_labels_are_not_needed_where_dicts_are_batches():
 def test_workers_read_what_is_held_back():
     data = DataLoader(TensorDataset(images(128)), 16, num_workers=2, persistent_workers=True)
     assert validated(data, steps=2, fallback=False).recipe["quality"]["images"] == 8
+
+
+def test_masks_that_are_learned_on_without_a_fallback_are_only_compared_with_themselves():
+    model, data = convnet(), images(96)
+    first = halve.learn(model, data, steps=2, fallback=False, progress=False)
+    again = halve.learn(model, data, steps=2, start=first, fallback=False, progress=False).recipe["quality"]
+    assert again["one_shot"]["score"] == "start"
+    assert again["one_shot"]["kl"] == pytest.approx(first.recipe["quality"]["kl"], rel=1e-4)
+    assert all("continues" in reason for reason in again["not_tried"].values())
+    assert {"wanda", "reconstruct"} <= again["not_tried"].keys()

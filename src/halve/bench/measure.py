@@ -6,9 +6,8 @@ from torch import Tensor, nn
 from halve.batches import Progress
 from halve.bench.bench import bench
 from halve.bench.records import versions
-from halve.engine.compile import compile
 from halve.engine.plan import Entry
-from halve.errors import EngineError, OptionError
+from halve.errors import EngineError, EngineWarning, OptionError, warn
 from halve.machine import device_name
 from halve.modules import unwrapped, weight_of
 from halve.process_state import preserved_process_state
@@ -53,8 +52,6 @@ def measure(
     device, batch = inputs[0].device, len(inputs[0])
     computed = dtype or (torch.float16 if device.type == "cuda" else torch.float32)
     masks = prune(model, progress=False)
-    fast = compile(model, masks, _cast(inputs, computed), dtype=computed, progress=progress)
-    entries = {entry.layer: entry for entry in fast.plan.batches.get(batch, ())}
     found = bench(
         *(model, masks, inputs),
         batch_sizes=[batch],
@@ -63,6 +60,10 @@ def measure(
         seconds=seconds,
         progress=progress,
     )
+    ours = found[-1]
+    entries = {entry.layer: entry for entry in ours.plan}  # compiling again for its plan would take up to minutes
+    if ours.note is not None:
+        warn(ours.note, EngineWarning)
     times = {one.system: one.median_ms for one in found if one.median_ms is not None}
     sparse_ms = times.pop("halve", None)
     if sparse_ms is None or not times:
@@ -79,10 +80,6 @@ def measure(
         sparse_ms,
         versions(),
     )
-
-
-def _cast(inputs: tuple[Tensor, ...], dtype: torch.dtype) -> tuple[Tensor, ...]:
-    return tuple(x.to(dtype) if x.is_floating_point() else x for x in inputs)
 
 
 def _speed(weight: tuple[int, ...], entry: Entry | None) -> LayerSpeed:

@@ -18,6 +18,7 @@ from halve.select.select import Choice
 IMAGES = 256  # that scores are measured on
 _SCORES = ("magnitude", "wanda", "reconstruct")  # the slowest last
 _UNFINISHED = "it would not have finished in time"
+_NOT_NEEDED = "learning continues from existing masks, and fallback=False"
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,16 @@ class Baseline:
     initial: MaskSet
     best: OneShot | None = None
     not_tried: dict[str, str] = field(default_factory=dict)  # scores, and why
+
+    @property
+    def continues(self) -> bool:
+        """Whether learning continues from existing masks."""
+        return isinstance(self.settings.start, MaskSet)
+
+    def judge_start(self, validation: Validation) -> None:
+        """Judge the masks that learning starts from, and make no others."""
+        self._judge("start", self.initial, validation)
+        self.not_tried |= dict.fromkeys(_SCORES, _NOT_NEEDED)
 
     def find(
         self, validation: Validation, batches: Sequence[Any], seconds: float, stop: Callable[[], bool] = lambda: False

@@ -105,8 +105,9 @@ class Plan:
             share = instead if steps < USEFUL_STEPS else beside if steps < 10 * USEFUL_STEPS else aside
             return min(share * seconds, _LONGEST)
         learning, (least, most) = self.steps * self.step_seconds, _ONE_SHOT_SECONDS
-        share = beside if self.steps < 10 * USEFUL_STEPS else aside
-        return min(max(share * learning, min(max(learning, least), most)), _LONGEST)
+        if self.steps >= 10 * USEFUL_STEPS:
+            return min(max(aside * learning, least), _LONGEST)
+        return min(max(beside * learning, min(max(learning, least), most)), _LONGEST)
 
 
 class Comparison:
@@ -145,9 +146,7 @@ class Comparison:
         """
         if self._validation is not None:
             self._validation.prepare(*plan.for_validation(), stop)
-            seconds = plan.for_one_shot()
-            images = self._images(batches, IMAGES if plan.steps is not None else self._affordable(seconds))
-            self._baseline.find(self._validation, images, seconds, stop)
+            self._find_one_shot(self._validation, plan, batches, stop)
         self._prepared = True
         if plan.seconds is None:
             return 0.0
@@ -155,6 +154,17 @@ class Comparison:
         self._complete(self._baseline.initial)
         completing = time.perf_counter() - started
         return _MARGIN * (completing + (0.0 if self._validation is None else self._validation.seconds_to_judge))
+
+    def _find_one_shot(
+        self, validation: Validation, plan: Plan, batches: Sequence[Any], stop: Callable[[], bool]
+    ) -> None:
+        """Make and judge one-shot masks; only judge the masks to start from if no others would be returned."""
+        if self._baseline.continues and not self._fallback:
+            self._baseline.judge_start(validation)
+            return
+        seconds = plan.for_one_shot()
+        images = self._images(batches, IMAGES if plan.steps is not None else self._affordable(seconds))
+        self._baseline.find(validation, images, seconds, stop)
 
     def _affordable(self, seconds: float) -> int:
         """How many images to measure scores on, given how fast the network is."""
