@@ -7,7 +7,7 @@ Weights are random, masked by magnitude: the speed does not depend on which weig
 interleaved rounds. torch.compile is slow to compile and only measured at --compile-batches. With --processes, so many
 pairs of a network and a batch size are prepared side by side, each in its own process. When one is prepared, all others
 are stopped until it has been timed. Batch sizes of all processes together are at most --images, for the GPU's memory.
-Writes
+With --missing, what --out already has is not measured again. Writes
 benchmarks/results/gpu.json (one record per measurement) and gpu_layers.json (one per layer of each plan). Records of
 other networks, dtypes and batch sizes are kept. Does nothing without a GPU. Needs torch, torchvision, numpy and
 safetensors.
@@ -112,6 +112,7 @@ class Worker:
     process: subprocess.Popen[bytes]
     asks: int  # pipe from the process: it is prepared
     answer: int  # pipe to the process: it may time
+    timed: bool = False
 
     @classmethod
     def start(cls, pair: tuple[str, int], folder: Path, options: argparse.Namespace) -> "Worker":
@@ -119,7 +120,8 @@ class Worker:
         (asks, prepared), (allowed, answer) = os.pipe(), os.pipe()
         command = [sys.executable, __file__, "--networks", network, "--batches", str(batch)]
         command += ["--compile-batches", *([str(batch)] if batch in options.compile_batches else [])]
-        command += ["--systems", *options.systems, "--size", str(options.size), "--dtype", options.dtype]
+        command += ["--systems", *systems_for(network, options)]
+        command += ["--size", str(options.size), "--dtype", options.dtype]
         command += ["--seconds", str(options.seconds), "--pipes", str(prepared), str(allowed)]
         command += ["--out", f"{part}.json", "--layers-out", f"{part}-layers.json"]
         # Each process that compiles for Inductor would start as many others as there are cores.
@@ -134,6 +136,12 @@ class Worker:
             os.killpg(self.process.pid, number)
 
 
+def systems_for(network: str, options: argparse.Namespace) -> list[str]:
+    """The systems to measure: our kernels with all weights only for some networks, if they are named."""
+    split = options.split_networks
+    return [name for name in options.systems if name != "halve_dense" or split is None or network in split]
+
+
 def wait_for_turn(pipes: Sequence[int], device: torch.device) -> None:
     """Wait until the other processes are stopped. Nobody is stopped in the middle of timing kernels."""
     _turn.enter_context(turn(device))
@@ -141,12 +149,21 @@ def wait_for_turn(pipes: Sequence[int], device: torch.device) -> None:
     os.read(pipes[1], 1)
 
 
-_turn = contextlib.ExitStack()  # kept until the process ends
+def give_up_turn(pipes: Sequence[int]) -> None:
+    """Let the other processes go on: ending a process may take seconds."""
+    os.write(pipes[0], b"!")
+    _turn.close()
+
+
+_turn = contextlib.ExitStack()
 
 
 def side_by_side(options: argparse.Namespace) -> None:
     """Measure each network at each batch size in a separate process, `options.processes` at a time."""
     waiting = [(network, batch) for batch in options.batches for network in options.networks]
+    if options.missing:
+        known = {(r["network"], r["batch"]) for r in read(options.out) if r["dtype"] == options.dtype}
+        waiting = [pair for pair in waiting if pair not in known]
     running: list[Worker] = []
     timing: Worker | None = None
     started = time.perf_counter()
@@ -159,24 +176,25 @@ def side_by_side(options: argparse.Namespace) -> None:
                     waiting.remove(fitting[0])
                     running.append(Worker.start(fitting[0], Path(folder), options))
                     continue
-                ready, _, _ = select.select([worker.asks for worker in running], [], [], 0.05)
-                prepared = [worker for worker in running if worker.asks in ready and worker is not timing]
-                if timing is None and prepared and os.read(prepared[0].asks, 1):
-                    timing = prepared[0]
-                    for worker in running:
-                        if worker is not timing:
-                            worker.signal(signal.SIGSTOP)
-                    time.sleep(0.1)  # the GPU finishes what they have launched
-                    os.write(timing.answer, b"!")
+                asking = [worker.asks for worker in running if not worker.timed and timing in (None, worker)]
+                ready, _, _ = select.select(asking, [], [], 0.05)
+                for worker in [worker for worker in running if worker.asks in ready]:
+                    if timing is None and os.read(worker.asks, 1):
+                        timing = worker
+                        for other in running:
+                            if other is not timing:
+                                other.signal(signal.SIGSTOP)
+                        time.sleep(0.1)  # the GPU finishes what they have launched
+                        os.write(timing.answer, b"!")
+                    elif worker is timing:  # it has been timed, or has ended
+                        timing, worker.timed = None, True
+                        for other in running:
+                            other.signal(signal.SIGCONT)
                 for worker in [worker for worker in running if worker.process.poll() is not None]:
                     running.remove(worker)
                     os.close(worker.asks)
                     os.close(worker.answer)
                     finish(worker, time.perf_counter() - started, options)
-                    if worker is timing:
-                        timing = None
-                        for other in running:
-                            other.signal(signal.SIGCONT)
         finally:
             for worker in running:
                 worker.signal(signal.SIGKILL)
@@ -203,6 +221,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=0.3, help="per system and batch size")
     parser.add_argument("--processes", type=int, default=1, help="networks and batch sizes prepared side by side")
     parser.add_argument("--images", type=int, default=2048, help="batch sizes of all processes together, at most")
+    parser.add_argument("--missing", action="store_true", help="with --processes: skip what --out already has")
+    parser.add_argument(
+        "--split-networks", nargs="*", help="with --processes: measure halve_dense for these. Default: all"
+    )
     parser.add_argument("--pipes", nargs=2, type=int, help=argparse.SUPPRESS)  # to and from `side_by_side`
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu.json")
     parser.add_argument("--layers-out", type=Path, default=RESULTS / "gpu_layers.json")
@@ -221,6 +243,8 @@ def main() -> None:
     for network in options.networks:
         started = time.perf_counter()
         found = measured(network, options, alone)
+        if options.pipes is not None:
+            give_up_turn(options.pipes)
         show(network, found, time.perf_counter() - started)
         for path, kind in ((options.out, records), (options.layers_out, layer_records)):
             write(path, kind(found, network, getattr(torch, options.dtype), device))

@@ -21,6 +21,8 @@ while time.monotonic() < began + batch / 100:
 os.write(int(sys.argv[place + 1]), b"!")
 os.read(int(sys.argv[place + 2]), 1)
 times = time.monotonic(), time.sleep(0.2), time.monotonic()
+os.write(int(sys.argv[place + 1]), b"!")
+time.sleep(0.3)  # ending takes time
 record = {"network": network, "dtype": "float16", "batch": batch, "began": began, "beats": beats, "times": times}
 for name in ("--out", "--layers-out"):
     open(after(name), "w").write(json.dumps([record]))
@@ -41,6 +43,8 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespa
         dtype="float16",
         seconds=0.1,
         processes=3,
+        missing=False,
+        split_networks=None,
         images=2048,
         out=tmp_path / "gpu.json",
         layers_out=tmp_path / "layers.json",
@@ -66,6 +70,31 @@ def test_images_of_all_processes_are_bounded(options):
     records = {(r["network"], r["batch"]): r for r in json.loads(options.out.read_text())}
     last = max(records["one", 30]["times"][2], records["two", 30]["times"][2])
     assert min(records["one", 60]["began"], records["two", 60]["began"]) > last
+
+
+def test_others_go_on_while_a_process_ends(options):
+    options.networks, options.batches = ["one", "two"], [10, 60]
+    bench_gpu.side_by_side(options)
+    records = {(r["network"], r["batch"]): r for r in json.loads(options.out.read_text())}
+    end = records["one", 10]["times"][2]
+    assert any(end < beat < end + 0.25 for beat in records["one", 60]["beats"])
+
+
+def test_only_what_is_missing_is_measured(options):
+    options.networks = ["one"]
+    bench_gpu.side_by_side(options)
+    before = json.loads(options.out.read_text())
+    options.networks, options.missing = ["one", "two"], True
+    bench_gpu.side_by_side(options)
+    after = json.loads(options.out.read_text())
+    assert [r for r in after if r["network"] == "one"] == before
+    assert len(after) == 4
+
+
+def test_our_dense_kernels_are_measured_for_the_networks_that_are_named():
+    options = argparse.Namespace(systems=["halve_dense", "halve"], split_networks=["one"])
+    assert bench_gpu.systems_for("one", options) == ["halve_dense", "halve"]
+    assert bench_gpu.systems_for("two", options) == ["halve"]
 
 
 def test_a_process_that_fails_does_not_stop_the_others(options, capsys):
