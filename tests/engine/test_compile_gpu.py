@@ -23,6 +23,8 @@ pytestmark = [
     ),
 ]
 
+shared = pytest.mark.xdist_group("made")  # tests of one network
+
 
 def keep_timings(patch, folder):
     """Keep timings in this folder. Compiled kernels stay in the user's cache: compiling them takes minutes."""
@@ -56,6 +58,7 @@ def photos(count, size=64, seed=0):
 
 @pytest.fixture(scope="module")
 def made():
+    """A network that most tests share: run them in one process (`pytest --dist loadgroup`)."""
     model = network()
     masks = halve.prune(model)
     fast = halve.compile(model, masks, photos(2), batch_sizes=(1, 8), any_size=True)
@@ -79,6 +82,7 @@ def in_threads(calls):
         thread.join()
 
 
+@shared
 @pytest.mark.parametrize("batch", [1, 2, 3, 8, 13])
 def test_every_batch_size_matches_the_masked_network(made, batch):
     model, masks, fast = made
@@ -102,16 +106,20 @@ def test_networks_on_our_kernels_throughout_are_correct(name):
         close(fast(x), reference(model, masks, x), 0.05)
 
 
+@shared
 def test_the_plan_names_every_layer_and_why(made):
     _, masks, fast = made
     assert set(fast.plan.batches) == {1, 2, 8}
     for entries in fast.plan.batches.values():
         assert set(masks) <= {entry.layer for entry in entries}
-        assert all(entry.time_ms > 0 and entry.dense_ms > 0 and entry.reason for entry in entries)
+        assert all(entry.dense_ms > 0 and entry.reason for entry in entries)
+        alone = [entry for entry in entries if not entry.reason.startswith("in the kernel of")]
+        assert all(entry.time_ms > 0 for entry in alone)
     assert "resnet" not in str(fast.plan)
     assert "layer4.1.conv2" in str(fast.plan)
 
 
+@shared
 def test_outputs_are_not_overwritten_and_are_bit_identical(made):
     fast = made[2]
     x, y = photos(2), photos(2, seed=1)
@@ -122,6 +130,7 @@ def test_outputs_are_not_overwritten_and_are_bit_identical(made):
     assert all(torch.equal(fast(x), kept) for _ in range(5))
 
 
+@shared
 def test_threads_and_streams_do_not_mix(made):
     fast = made[2]
     batches = [photos(2 + index % 3, seed=index) for index in range(8)]
@@ -140,6 +149,7 @@ def test_threads_and_streams_do_not_mix(made):
     assert not wrong
 
 
+@shared
 def test_two_networks_at_once(made):
     first = made[2]
     model = network("resnet34")
@@ -172,6 +182,7 @@ def test_two_networks_are_compiled_at_once(monkeypatch, tmp_path):
     assert torch.backends.cudnn.benchmark == benchmark
 
 
+@shared
 def test_the_number_of_recordings_is_limited(made, monkeypatch):
     monkeypatch.setattr(recorded, "MAX_RECORDINGS", 2)
     fast = copy.deepcopy(made[2])
@@ -185,6 +196,7 @@ def test_the_number_of_recordings_is_limited(made, monkeypatch):
     assert torch.equal(recordings.replay((x,), old), expected)  # a call that found it before it was dropped
 
 
+@shared
 def test_a_recording_keeps_the_weights_that_it_reads(made):
     fast = copy.deepcopy(made[2]).warmup([2])
     x = photos(2)
@@ -197,6 +209,7 @@ def test_a_recording_keeps_the_weights_that_it_reads(made):
     assert len(filled) == 64
 
 
+@shared
 def test_calls_work_while_another_batch_size_is_planned(made):
     model, masks, _ = made
     fast = halve.compile(model, masks, photos(2))
@@ -211,6 +224,7 @@ def test_calls_work_while_another_batch_size_is_planned(made):
     assert {2, 5, 6} <= set(fast.plan.batches)
 
 
+@shared
 def test_nothing_is_timed_twice(made, monkeypatch):
     model, masks, _ = made
 
@@ -221,6 +235,7 @@ def test_nothing_is_timed_twice(made, monkeypatch):
     halve.compile(model, masks, photos(2))
 
 
+@shared
 def test_an_updated_checkpoint_reuses_the_plan_without_timing(made, monkeypatch):
     model, masks, fast = made
     updated = copy.deepcopy(model)
@@ -235,6 +250,7 @@ def test_an_updated_checkpoint_reuses_the_plan_without_timing(made, monkeypatch)
         close(new(x), halve.apply(updated, masks, on_changed="ignore").cuda()(x.float()))
 
 
+@shared
 def test_saving_loading_copying_and_moving_keep_the_outputs(made, tmp_path):
     fast = made[2]
     x = photos(2)
@@ -254,6 +270,7 @@ def test_saving_loading_copying_and_moving_keep_the_outputs(made, tmp_path):
     assert torch.equal(shuffled(x), expected)
 
 
+@shared
 def test_a_network_compiled_on_a_cpu_runs_sparse_after_moving_to_a_gpu(made):
     model, masks, _ = made
     with pytest.warns(EngineWarning, match="our CPU kernels need"):
@@ -272,6 +289,7 @@ def test_masks_with_channel_orders_run_sparse():
     close(fast(photos(3)), reference(model, masks, photos(3)))
 
 
+@shared
 def test_single_precision_runs_dense_and_says_why(made):
     model, masks, _ = made
     with pytest.warns(EngineWarning, match=r"float16 or bfloat16, got torch\.float32: pass dtype"):
@@ -283,6 +301,7 @@ def test_single_precision_runs_dense_and_says_why(made):
     close(got, reference(model, masks, photos(2)), 0.1)
 
 
+@shared
 def test_a_wrong_device_or_dtype_raises(made):
     fast = made[2]
     with pytest.raises(EngineError, match="move one of them"):
@@ -291,12 +310,14 @@ def test_a_wrong_device_or_dtype_raises(made):
         fast(photos(2).float())
 
 
+@shared
 def test_it_works_with_torch_compile(made):
     fast = made[2]
     x = photos(2)
     close(torch.compile(fast)(x), fast(x).float())
 
 
+@shared
 def test_it_can_be_captured_in_a_users_own_cuda_graph(made):
     fast = made[2]
     x = photos(2)

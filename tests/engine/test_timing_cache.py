@@ -100,3 +100,12 @@ def test_a_cache_belongs_to_a_device_and_its_libraries(monkeypatch):
     path = TimingCache.of(torch.device("cpu")).path
     monkeypatch.setattr(timing_cache, "_libraries", lambda: "others")
     assert TimingCache.of(torch.device("cpu")).path != path
+
+
+def test_network_keys_do_not_depend_on_the_names_of_nodes():
+    net = nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 4)).eval()
+    x = torch.ones(2, 4, 8, 8)
+    graphs = [fuse(capture(net, (x,), any_size=any_size).parts[0]) for any_size in (True, False)]
+    names = [[node.name for node in graph.graph.nodes] for graph in graphs]
+    assert names[0] != names[1]
+    assert network_key(graphs[0], (x,)) == network_key(graphs[1], (x,))

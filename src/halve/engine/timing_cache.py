@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from torch.fx import GraphModule
+from torch.fx import GraphModule, map_arg
 
 from halve.engine.kernels.cuda import jit
 from halve.engine.kernels.kernel import Kernel
@@ -80,11 +80,13 @@ def network_key(body: torch.nn.Module, inputs: tuple[Tensor, ...]) -> str | None
     if not isinstance(body, GraphModule):
         return None
     lines = [str((tuple(x.shape), x.dtype, x.stride())) for x in inputs]
+    numbers = {node: f"%{number}" for number, node in enumerate(body.graph.nodes)}  # names differ between captures
     for node in body.graph.nodes:
-        lines.append(node.format_node() or str(node.args))
+        described = "" if node.op in ("placeholder", "output", "call_module") else str(node.target)
         if node.op == "call_module":
             layer = body.get_submodule(str(node.target))
-            lines.append(f"{layer.operation.to_json()} {layer.piece}" if isinstance(layer, Layer) else repr(layer))
+            described = f"{layer.operation.to_json()} {layer.piece}" if isinstance(layer, Layer) else repr(layer)
+        lines.append(f"{node.op} {described} {map_arg((node.args, node.kwargs), numbers.__getitem__)}")
     return f"network {hashlib.sha256(chr(10).join(lines).encode()).hexdigest()}"
 
 

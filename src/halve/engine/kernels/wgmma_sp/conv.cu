@@ -387,6 +387,7 @@ conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap 
         auto finish_step = [&](const u32 (&metadata)[BLOCKS], bool first, int weights_before, bool box_before) {
             wait_for_products<1>();  // those of the step before are done with their buffers
             keep(metadata);
+            if (SPARSE && !RESIDENT) __syncwarp();  // all lanes have read metadata from the buffer that the first one frees
             if (lane == 0 && !first) {
                 if (!RESIDENT) arrive(weights_free + 8 * weights_before);
                 if (box_before) arrive(pixels_free + 8 * slot_before);
@@ -437,6 +438,7 @@ conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap 
         wait_for_products<0>();
         keep(even), keep(odd);
 #endif
+        if (SPARSE && !RESIDENT) __syncwarp();
         if (lane == 0) {
             if (!RESIDENT) arrive(weights_free + 8 * last);
             if (!IN_PLACE) arrive(pixels_free + 8 * slot);
