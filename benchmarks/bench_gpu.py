@@ -3,11 +3,11 @@
     python benchmarks/bench_gpu.py [--networks resnet18 resnet50] [--batches 1 8 32 256] [--compile-batches 1 256]
                                    [--systems ...] [--size 224] [--dtype float16] [--seconds 0.3] [--processes 1]
 
-Weights are random, masked by magnitude: the speed does not depend on which weights are kept. Systems are timed in
-interleaved rounds. torch.compile is slow to compile and only measured at --compile-batches. With --processes, so many
-pairs of a network and a batch size are prepared side by side, each in its own process. When one is prepared, all others
-are stopped until it has been timed. Batch sizes of all processes together are at most --images, for the GPU's memory.
-With --missing, what --out already has is not measured again. Writes
+Weights are random, masked by magnitude: speed does not depend on which weights are kept. Statistics of BatchNorm are
+those of random images. Systems are timed in interleaved rounds. torch.compile is slow to compile and only measured at
+--compile-batches. With --processes, so many pairs of a network and a batch size are prepared side by side, each in its
+own process. When one is prepared, all others are stopped until it has been timed. Batch sizes of all processes together
+are at most --images, for the GPU's memory. With --missing, what --out already has is not measured again. Writes
 benchmarks/results/gpu.json (one record per measurement) and gpu_layers.json (one per layer of each plan). Records of
 other networks, dtypes and batch sizes are kept. Does nothing without a GPU. Needs torch, torchvision, numpy and
 safetensors.
@@ -29,6 +29,7 @@ from pathlib import Path
 
 import torch
 import torchvision
+from torch import Tensor, nn
 
 import halve
 from halve.bench.bench import Measurement
@@ -46,9 +47,10 @@ def measured(
 ) -> list[Measurement]:
     """Measure one network, first the batch sizes with torch.compile, then the others."""
     torch.manual_seed(0)
-    model = torchvision.models.get_model(network, weights=None).cuda().eval()
-    masks = halve.prune(model)
+    model = torchvision.models.get_model(network, weights=None).cuda()
     images = torch.randn(8, 3, options.size, options.size, device="cuda")
+    normalise_(model, images)
+    masks = halve.prune(model)
     with_compile = [batch for batch in options.batches if batch in options.compile_batches]
     without = [batch for batch in options.batches if batch not in options.compile_batches]
     others = [system for system in options.systems if system not in COMPILED]
@@ -66,6 +68,20 @@ def measured(
                 before_timing=before_timing,
             )
     return sorted(found, key=lambda one: one.batch)
+
+
+def normalise_(model: nn.Module, images: Tensor) -> None:
+    """Set the statistics of BatchNorm to those of some images, and the model to evaluation.
+
+    With those of an untrained network, activations of deep networks vanish: the outputs of EfficientNets are 1e-7 and
+    1e-14, which is rounding error or nothing in float16.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.BatchNorm2d):
+            module.momentum = None  # the mean of all batches
+    with torch.no_grad():
+        model.train()(images)
+    model.eval()
 
 
 def show(network: str, found: list[Measurement], seconds: float) -> None:

@@ -1,5 +1,6 @@
 """Inductor on a CPU: it needs a C++ compiler there, and some seconds for each network."""
 
+import contextlib
 import copy
 import gc
 import os
@@ -15,6 +16,7 @@ from halve.engine import inductor
 from halve.engine.compiled import INDUCTOR
 from halve.engine.inductor import Bodies, CompiledBody, LayerTime, choose, compile_body
 from halve.engine.kernels.kernel import Kernel
+from halve.engine.plan import Entry
 from halve.engine.recorded import shapes_of
 from halve.engine.timing_cache import TimingCache
 from halve.errors import EngineError
@@ -53,6 +55,23 @@ def test_our_kernels_stay_operators_and_outputs_are_the_same(planned):
         assert torch.allclose(run(x), fast.body(x), atol=1e-5)
     assert seconds > 0
     assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == before
+
+
+class Amplifies(nn.Module):
+    """Makes a thousand times as much of a rounding error."""
+
+    def forward(self, x):
+        return torch.sin(1e4 * x)
+
+
+@pytest.mark.parametrize(("error", "refused"), [(2e-3, False), (0.1, True)])
+def test_outputs_may_differ_by_what_a_network_makes_of_rounding_errors(error, refused):
+    x = torch.linspace(0.9, 1.1, 64)
+    body = torch.fx.symbolic_trace(Amplifies())
+    expected = body(x)
+    outcome = pytest.raises(EngineError, match="differs") if refused else contextlib.nullcontext()
+    with outcome:
+        inductor._check(expected + error, expected, body, (x,))
 
 
 @needs_compiler
@@ -128,6 +147,51 @@ def test_forms_that_cannot_be_faster_are_not_compiled(planned, monkeypatch, laye
         choice = choose(fast.body, (x,), kernels, cache, "key", layers)
         assert (choice.run, choice.kernels) == (None, kernels)
     assert made == compiled
+
+
+def test_dense_layers_are_compared_with_the_fastest_form_so_far(planned, monkeypatch):
+    fast, x, kernels = planned
+    made, ms = [], {"eager": 2.0, "inductor": 1.0}
+
+    def compile_body(body, chosen, inputs):
+        made.append("planned" if chosen == kernels else "dense")
+        return body, 1.0
+
+    monkeypatch.setattr(inductor, "compile_body", compile_body)
+    monkeypatch.setattr(inductor, "measure", lambda calls, device: {name: ms[name] for name in calls})
+    layers = LayerTime(planned_ms=0.5, dense_ms=1.8)  # could be faster than the eager network
+    assert choose(fast.body, (x,), kernels, TimingCache(None), None, layers).kernels == kernels
+    assert made == ["planned"]
+
+
+def test_dense_layers_are_tried_if_the_planned_kernels_cannot_be_compiled(planned, monkeypatch):
+    fast, x, kernels = planned
+
+    def compile_body(body, chosen, inputs):
+        if chosen == kernels:
+            raise EngineError("outputs differ")
+        return body, 1.0
+
+    monkeypatch.setattr(inductor, "compile_body", compile_body)
+    ms = {"eager": 2.0, "inductor dense": 1.0}
+    monkeypatch.setattr(inductor, "measure", lambda calls, device: {name: ms[name] for name in calls})
+    cache = TimingCache(None)
+    assert choose(fast.body, (x,), kernels, cache, "key").run is not None
+    assert not cache.known  # what fails now may work later
+    ms["eager"] = 0.5
+    assert choose(fast.body, (x,), kernels, cache, "key").failed == "outputs differ"
+
+
+def test_pooling_does_not_count_as_a_dense_layer():
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Hardtanh(), nn.MaxPool2d(2)).eval()
+    fast = halve.compile(model, halve.prune(model), torch.randn(2, 4, 8, 8))
+    entries = [
+        Entry(layer.name, "", "dense torch", False, 1.0, 2.0 if layer.has_weight else 50.0, None, None, "")
+        for layer in fast.layers
+    ]
+    assert len(entries) == 2
+    fast.device = torch.device("cuda")
+    assert fast._layer_time(entries, []) == LayerTime(planned_ms=2.0, dense_ms=2.0)
 
 
 def test_a_network_that_inductor_cannot_compile_stays_eager(made, monkeypatch):

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from halve.bench.onnx_runtimes import Run, onnxruntime_call, openvino_call
 from halve.bench.semi_structured import replace_layers_
-from halve.engine.compiled import CUDA_GRAPH, JOINS, Compiled
+from halve.engine.compiled import CUDA_GRAPH, INDUCTOR, JOINS, Compiled
 from halve.engine.kernels.kernel import Kernel
 from halve.engine.kernels.registry import family_of
 from halve.engine.plan import Entry, LayerTimes, time_layers
@@ -171,7 +171,7 @@ def _halve(case: Case) -> Prepared:
         return fast(*case.inputs)
 
     fast.warmup([case.batch])
-    notes += [f"{name} {why}" for name, why in fast.plan.uncompiled.items() if name in (CUDA_GRAPH, JOINS)]
+    notes += [f"{name} {why}" for name, why in fast.plan.uncompiled.items() if name in (CUDA_GRAPH, INDUCTOR, JOINS)]
     plan = tuple(fast.plan.batches.get(case.batch, ()))
     return Prepared(call, lambda: fast.warmup([case.batch]), fast, "; ".join(notes) or None, plan)
 

@@ -373,7 +373,8 @@ class Compiled(nn.Module):
         if self.device.type != "cuda":
             return None
         planned = sum(entry.time_ms or 0.0 for entry in joined_entries(entries, joins))
-        return LayerTime(planned, sum(entry.dense_ms or 0.0 for entry in entries))
+        with_weights = {layer.name for layer in self.layers if layer.has_weight}
+        return LayerTime(planned, sum(entry.dense_ms or 0.0 for entry in entries if entry.layer in with_weights))
 
     def _current(self) -> contextlib.AbstractContextManager[object]:
         return torch.cuda.device(self.device) if self.device.type == "cuda" else contextlib.nullcontext()
