@@ -23,8 +23,10 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,7 +45,7 @@ COMPILED = ("compile", "compile_freezing")
 
 
 def measured(
-    network: str, options: argparse.Namespace, before_timing: Callable[[], object] | None
+    network: str, options: argparse.Namespace, while_timing: Callable[[], AbstractContextManager[None]]
 ) -> list[Measurement]:
     """Measure one network, first the batch sizes with torch.compile, then the others."""
     torch.manual_seed(0)
@@ -65,7 +67,7 @@ def measured(
                 dtype=getattr(torch, options.dtype),
                 systems=systems,
                 seconds=options.seconds,
-                before_timing=before_timing,
+                while_timing=while_timing,
             )
     return sorted(found, key=lambda one: one.batch)
 
@@ -116,7 +118,8 @@ def write(path: Path, found: list[dict[str, object]]) -> None:
     records = [record for record in read(path) if key(record) not in measured] + found
     for place, descending in ((2, False), (1, True), (0, False)):  # by network, float32 first, batch size
         records.sort(key=lambda record, place=place: key(record)[place], reverse=descending)
-    write_atomically(path, (json.dumps(records, indent=1) + "\n").encode())
+    lines = ",\n".join(map(json.dumps, records))  # one per record, so that changes can be read
+    write_atomically(path, f"[\n{lines}\n]\n".encode())
 
 
 @dataclass
@@ -158,20 +161,14 @@ def systems_for(network: str, options: argparse.Namespace) -> list[str]:
     return [name for name in options.systems if name != "halve_dense" or split is None or network in split]
 
 
-def wait_for_turn(pipes: Sequence[int], device: torch.device) -> None:
-    """Wait until the other processes are stopped. Nobody is stopped in the middle of timing kernels."""
-    _turn.enter_context(turn(device))
-    os.write(pipes[0], b"!")
-    os.read(pipes[1], 1)
-
-
-def give_up_turn(pipes: Sequence[int]) -> None:
-    """Let the other processes go on: ending a process may take seconds."""
-    os.write(pipes[0], b"!")
-    _turn.close()
-
-
-_turn = contextlib.ExitStack()
+@contextlib.contextmanager
+def stopped_others(pipes: Sequence[int], device: torch.device) -> Iterator[None]:
+    """Stop the other processes, none of them in the middle of timing kernels."""
+    with turn(device):
+        os.write(pipes[0], b"!")
+        os.read(pipes[1], 1)
+        yield
+        os.write(pipes[0], b"!")
 
 
 def side_by_side(options: argparse.Namespace) -> None:
@@ -255,12 +252,12 @@ def main() -> None:
         side_by_side(options)
         return
     device = torch.device("cuda", torch.cuda.current_device())
-    alone = None if options.pipes is None else lambda: wait_for_turn(options.pipes, device)
+    alone = contextlib.nullcontext
+    if options.pipes is not None:
+        alone = partial(stopped_others, options.pipes, device)
     for network in options.networks:
         started = time.perf_counter()
         found = measured(network, options, alone)
-        if options.pipes is not None:
-            give_up_turn(options.pipes)
         show(network, found, time.perf_counter() - started)
         for path, kind in ((options.out, records), (options.layers_out, layer_records)):
             write(path, kind(found, network, getattr(torch, options.dtype), device))

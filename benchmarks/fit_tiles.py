@@ -3,9 +3,10 @@
     python benchmarks/fit_tiles.py [--out FILE]
 
 Needs SciPy and no GPU: it reads what was measured on one. results/conv3x3.json has the time of every tile for twelve
-3x3 layers in 2:4, and of the fastest ones with dense weights; results/gpu_layers.json has the fastest tile for the
-layers of four networks, and its time. That is from before taps were unrolled: where the unrolled tile fits, it stands
-for the measured one.
+3x3 layers in 2:4, and of the fastest ones with dense weights; results/tile_winners.json has the fastest tile for the
+layers of four networks, and its time. That is from before tiles were chosen by an estimate (later records only have the
+fastest of those that it keeps), and before taps were unrolled: where the unrolled tile fits, it stands for the measured
+one.
 
 Constants are fitted to all of it, then again without some of it, which is what the tiles are then chosen for. Prints
 the constants (those of `Costs` in promising.py, up to rounding) and writes benchmarks/results/tiles.json.
@@ -80,8 +81,8 @@ def layers_of_3x3() -> Iterator[Recorded]:
 
 
 def layers_of_networks() -> Iterator[Recorded]:
-    """The different layers of gpu_layers.json that run on these kernels, those joined with a shortcut as one."""
-    records = json.loads((RESULTS / "gpu_layers.json").read_text())
+    """The different layers of tile_winners.json that run on these kernels, those joined with a shortcut as one."""
+    records = json.loads((RESULTS / "tile_winners.json").read_text())
     by_name = {(one["network"], one["batch"], one["layer"]): one for one in records}
     seen = set()
     for record in records:

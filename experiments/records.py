@@ -117,17 +117,13 @@ def networks_and_batches() -> list[tuple[str, int]]:
     return list(dict.fromkeys((r["network"], r["batch"]) for r in recorded("benchmarks/results/gpu.json")))
 
 
-def speedups(least: int = 1, most: int | None = None, main: bool | None = None) -> list[float]:
-    """Speed-ups over the best dense version, for batch sizes from `least` to `most`.
-
-    Of the main networks, of the others, or of all.
-    """
-    ms, found = times(), []
+def speedups(main: bool) -> dict[tuple[str, int], float]:
+    """Speed-ups over the best dense version, of the main networks or of the others, by network and batch size."""
+    ms, found = times(), {}
     for network, batch in networks_and_batches():
         dense, ours = best_dense(network, batch), ms.get((network, batch, "halve"))
-        wanted = main is None or main == is_main(network)
-        if dense and ours and wanted and least <= batch <= (most or batch):
-            found.append(dense / ours)
+        if dense and ours and main == is_main(network):
+            found[network, batch] = dense / ours
     return found
 
 

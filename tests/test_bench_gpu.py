@@ -22,7 +22,7 @@ os.write(int(sys.argv[place + 1]), b"!")
 os.read(int(sys.argv[place + 2]), 1)
 times = time.monotonic(), time.sleep(0.2), time.monotonic()
 os.write(int(sys.argv[place + 1]), b"!")
-time.sleep(0.3)  # ending takes time
+time.sleep(0.8)  # ending takes time
 record = {"network": network, "dtype": "float16", "batch": batch, "began": began, "beats": beats, "times": times}
 for name in ("--out", "--layers-out"):
     open(after(name), "w").write(json.dumps([record]))
@@ -73,11 +73,11 @@ def test_images_of_all_processes_are_bounded(options):
 
 
 def test_others_go_on_while_a_process_ends(options):
-    options.networks, options.batches = ["one", "two"], [10, 60]
     bench_gpu.side_by_side(options)
-    records = {(r["network"], r["batch"]): r for r in json.loads(options.out.read_text())}
-    end = records["one", 10]["times"][2]
-    assert any(end < beat < end + 0.25 for beat in records["one", 60]["beats"])
+    records = json.loads(options.out.read_text())
+    first, *others = sorted(records, key=lambda r: r["times"][0])
+    end = first["times"][2]
+    assert any(end < at < end + 0.7 for r in others for at in (*r["beats"], r["times"][0]))
 
 
 def test_only_what_is_missing_is_measured(options):

@@ -1,3 +1,4 @@
+import contextlib
 import re
 
 import numpy as np
@@ -50,15 +51,24 @@ def test_percentiles_are_over_all_calls(monkeypatch):
     assert one.round_ms == (25.5, 76)
 
 
-def test_before_timing_is_called_once_all_systems_are_prepared(monkeypatch):
+def test_systems_are_timed_within_a_context_once_all_are_prepared(monkeypatch):
     events = []
+
+    @contextlib.contextmanager
+    def alone():
+        events.append("alone")
+        yield
+        events.append("done")
+
     timed = module.interleaved
     monkeypatch.setattr(
         module, "_prepare", lambda name, *rest, own=module._prepare: (events.append(name), own(name, *rest))[1]
     )
     monkeypatch.setattr(module, "interleaved", lambda *args, **rest: (events.append("timed"), timed(*args, **rest))[1])
-    measured("eager", "channels_last", before_timing=lambda: events.append("ready"))
-    assert events == ["eager", "channels_last", "ready", "timed"]
+    freed = module._free_memory
+    monkeypatch.setattr(module, "_free_memory", lambda device: (events.append("freed"), freed(device)))
+    measured("eager", "channels_last", while_timing=alone)
+    assert events == ["eager", "channels_last", "alone", "timed", "done", "freed"]
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:DeprecationWarning")  # from torch itself

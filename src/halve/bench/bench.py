@@ -5,6 +5,7 @@ import gc
 import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -69,7 +70,7 @@ def bench(
     systems: Iterable[str] | None = None,
     seconds: float = 0.5,
     on_changed: OnChanged = "warn",
-    before_timing: Callable[[], object] | None = None,
+    while_timing: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     progress: Progress = True,
 ) -> list[Measurement]:
     """Measure latency, memory and energy of the masked model in several systems.
@@ -100,8 +101,8 @@ def bench(
         systems: names from the list above. Default: all that run on the device.
         seconds: time spent on each system at each batch size, not counting compilation.
         on_changed: what to do if the weights are not those the masks were made for: "warn", "error" or "ignore".
-        before_timing: called when all systems of a batch size are prepared, before they are timed. For processes that
-            share a device: wait here until the others are quiet.
+        while_timing: makes a context that is entered when all systems of a batch size are prepared, and left when they
+            have been timed. For processes that share a device: wait there until the others are quiet.
         progress: show progress in terminals and notebooks, or a function such as `tqdm.tqdm` that wraps loops.
 
     Returns:
@@ -145,7 +146,7 @@ def bench(
             memory_format = _to_channels_last_(masked, inputs, dtype)
         for size in sizes:
             case = Case(masked, _batch_of(inputs, size, dtype, memory_format), compiled)
-            found += _measure_batch(case, names, seconds, before_timing, progress)
+            found += _measure_batch(case, names, seconds, while_timing, progress)
     return found
 
 
@@ -186,7 +187,11 @@ def _to_channels_last_(masked: nn.Module, inputs: tuple[Tensor, ...], dtype: tor
 
 
 def _measure_batch(
-    case: Case, names: list[str], seconds: float, before_timing: Callable[[], object] | None, progress: Progress
+    case: Case,
+    names: list[str],
+    seconds: float,
+    while_timing: Callable[[], AbstractContextManager[object]],
+    progress: Progress,
 ) -> list[Measurement]:
     """Measure all systems on one batch."""
     batch, device = case.batch, case.inputs[0].device
@@ -203,19 +208,18 @@ def _measure_batch(
         except Exception as error:
             results[name] = {"error": first_line(error, _LONGEST_ERROR)}
             _free_memory(device)
-    if before_timing is not None:
-        before_timing()
     burst = burst_timer(device)
     calls = {name: system.call for name, system in prepared.items()}
-    times, failed = interleaved(calls, burst, seconds=seconds, progress=progress, what=f"batch {batch}: timing")
-    meter = energy_meter(device)
-    for name, rounds in times.items():
-        p10, median, p90 = (float(ms) for ms in np.percentile(list(itertools.chain(*rounds)), (10, 50, 90)))
-        medians = tuple(float(np.median(one)) for one in rounds)
-        results[name] |= {"median_ms": median, "p10_ms": p10, "p90_ms": p90, "round_ms": medians}
-        if meter is not None:
-            used = energy_mj(calls[name], burst, meter, median)
-            results[name]["energy_mj_per_image"] = None if used is None else used / batch
+    with while_timing():
+        times, failed = interleaved(calls, burst, seconds=seconds, progress=progress, what=f"batch {batch}: timing")
+        meter = energy_meter(device)
+        for name, rounds in times.items():
+            p10, median, p90 = (float(ms) for ms in np.percentile(list(itertools.chain(*rounds)), (10, 50, 90)))
+            medians = tuple(float(np.median(one)) for one in rounds)
+            results[name] |= {"median_ms": median, "p10_ms": p10, "p90_ms": p90, "round_ms": medians}
+            if meter is not None:
+                used = energy_mj(calls[name], burst, meter, median)
+                results[name]["energy_mj_per_image"] = None if used is None else used / batch
     for name, failure in failed.items():
         results[name] = {"error": first_line(failure, _LONGEST_ERROR)}
     prepared.clear()

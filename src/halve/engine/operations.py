@@ -165,7 +165,7 @@ class Linear(Operation):
         return x.numel() // max(x.shape[-1], 1)
 
     def describe(self, x: Tensor) -> str:
-        return f"{self.channels}>{self.rows} 1x1 at {len(x)}"
+        return f"{self.channels}>{self.rows} 1x1 at {' x '.join(map(str, x.shape[:-1]))}"
 
     @property
     def weight_shape(self) -> tuple[int, int]:
