@@ -180,7 +180,7 @@ def choose_joins(
     """
     times = {entry.layer: entry.time_ms for entry in entries if entry.time_ms is not None}
     joins: list[Join] = []
-    for pairs in _KINDS:
+    for pairs in KINDS:
         form, used = joined_form(body, joins) if joins else body, joined_kernels(kernels, joins)
         found = _faster(form, pairs(form), inputs, times, cache, sparse)
         if found and _is_faster(form, found, used, inputs, cache, key):
@@ -196,7 +196,7 @@ def planned_joins(
     wanted = {(join.layer, join.other): Kernel(join.family, join.variant) for join in planned}
     known = dict(sizes)
     joins: list[Join] = []
-    for pairs in _KINDS if wanted else ():
+    for pairs in KINDS if wanted else ():
         for pair in pairs(joined_form(body, joins)):
             kernel = wanted.get((pair.layer.name, pair.other.name))
             if kernel is None or not {pair.layer, pair.other} <= known.keys():
@@ -307,7 +307,7 @@ def pairs_with_next(body: GraphModule) -> Iterator[Pair]:
             yield WithNext(layer, following)
 
 
-_KINDS = (pairs_with_shortcut, pairs_with_next)  # in this order: the second kind reads what the first has joined
+KINDS = (pairs_with_shortcut, pairs_with_next)  # in this order: the second kind reads what the first has joined
 
 
 def _names(body: GraphModule) -> Counter[str]:
@@ -359,12 +359,10 @@ def _faster(
 ) -> list[Join]:
     """The pairs for which one kernel is faster than two. `times` has those of the layers."""
     device, run = inputs[0].device, partial(body, *inputs)
-    together = {pair: pair.joined() for pair in pairs if _has_kernel(pair, device)}
+    together = with_kernels(pairs, device)
     if not together:
         return []
-    jobs: Jobs = {}
-    _visit(together, run, lambda pair, given: jobs.update(compilations(together[pair], given, cache, device, True)))
-    compile_all(jobs)
+    compile_all(joined_compilations(together, run, cache, device))
     found = []
 
     def time_both(pair: Pair, given: list[Tensor]) -> None:
@@ -381,10 +379,23 @@ def _faster(
     return found
 
 
-def _has_kernel(pair: Pair, device: torch.device) -> bool:
-    """Whether there is a kernel of ours for both layers, or would be if they are 2:4."""
-    kernels = kernels_for(Piece(pair.operation, pair.layer.dtype, is_2_4=True), device)
-    return any(not family_of(kernel).library for kernel in kernels)
+def with_kernels(pairs: Iterator[Pair], device: torch.device) -> dict[Pair, Layer]:
+    """The pairs for which there is a kernel of ours, or would be if they are 2:4, and the layers that replace them."""
+
+    def has_kernel(pair: Pair) -> bool:
+        kernels = kernels_for(Piece(pair.operation, pair.layer.dtype, is_2_4=True), device)
+        return any(not family_of(kernel).library for kernel in kernels)
+
+    return {pair: pair.joined() for pair in pairs if has_kernel(pair)}
+
+
+def joined_compilations(
+    together: Mapping[Pair, Layer], run: Callable[[], object], cache: TimingCache, device: torch.device
+) -> Jobs:
+    """What must be compiled before the kernels of joined layers are timed, on the inputs that `run` gives them."""
+    jobs: Jobs = {}
+    _visit(together, run, lambda pair, given: jobs.update(compilations(together[pair], given, cache, device, True)))
+    return jobs
 
 
 def _is_faster(
