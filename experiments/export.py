@@ -1,12 +1,12 @@
 """Round trips through ONNX: how far exported files agree with the masked networks, and what int8 costs.
 
-    python experiments/export.py ASSETS WORK [--networks resnet18 ...] [--photos] [--gpu-only]
+    python experiments/export.py ASSETS WORK [--networks resnet18 ...] [--masks FILE] [--photos] [--gpu-only]
 
 ASSETS has the checkpoints and photos, as for one_shot.py. WORK keeps masks, and for each of them a folder, named by its
 digest, with ONNX files and scores: what is there is used again.
 ResNet-50 has the weights of its checkpoint; the other networks have random weights and random BatchNorm statistics, as
-only the round trip is looked at. Masks are made in one shot, unless WORK has others: what `accuracy.py --masks` kept
-goes there as resnet50_v1.masks.safetensors. --photos also measures ResNet-50's files on 500 photos. As onnxruntime
+only the round trip is looked at. Masks are made in one shot, unless WORK has others. ResNet-50's may be given by
+--masks, a file that `accuracy.py --masks` kept. --photos also measures ResNet-50's files on 500 photos. As onnxruntime
 computes float16 in float32 on CPUs, PyTorch runs on a GPU, too: --gpu-only runs that alone, and keeps its scores in
 WORK for a machine without one. Writes experiments/results/export.json.
 """
@@ -233,9 +233,12 @@ def main() -> None:
     parser.add_argument("work", type=Path)
     parser.add_argument("--networks", nargs="*", default=list(NETWORKS), choices=list(NETWORKS))
     parser.add_argument("--photos", action="store_true")
+    parser.add_argument("--masks", type=Path, help="of ResNet-50, to be kept in WORK")
     parser.add_argument("--gpu-only", action="store_true", help="only run what needs a GPU; record nothing")
     options = parser.parse_args()
     options.work.mkdir(exist_ok=True)
+    if options.masks:
+        (options.work / "resnet50_v1.masks.safetensors").write_bytes(options.masks.read_bytes())
     if options.gpu_only:
         half_on_photos(options.assets, options.work)
         return
