@@ -3,7 +3,7 @@
 import math
 
 from drawing import drawing, line, lines, rect, text
-from records import accuracy_rows, best_dense, measured_on, name_of, networks_and_batches, percent, recorded, times
+from records import accuracy_rows, measured_on, name_of, percent, recorded, speedups, times
 
 NETWORK, CHECKPOINT, BATCH = "resnet50", "resnet50_v1", 256
 DENSE = {"compile_freezing": "torch.compile", "best_dense": "folded, dense"}
@@ -56,16 +56,36 @@ def accuracy_against_time() -> str:
 
 
 def speed_bars() -> str:
-    """Whole networks on a GPU: time relative to the best dense version."""
-    ms = times()
-    rows = [
-        (f"{name_of(network)}, batch {batch}", best_dense(network, batch), ms.get((network, batch, "halve")))
-        for network, batch in networks_and_batches()
-    ]
-    bars = [(name, [("dense", dense), ("halve", ours)]) for name, dense, ours in rows if dense and ours]
+    """Whole networks on a GPU: speed relative to the best dense version, one bar for each batch size."""
+    ratios = speedups(main=True) | speedups(main=False)
+    batches = sorted({batch for _, batch in ratios})
+    left, unit, step, y = 190.0, 330.0, 15.0, 104.0
+    title, parts = "Speed on a GPU, best dense = 1", list[str]()
+    for network in dict.fromkeys(network for network, _ in ratios):
+        found = [(batch, ratios[network, batch]) for batch in batches if (network, batch) in ratios]
+        parts.append(text(left - 16, y + step * len(found) / 2 + 3, name_of(network), "end"))
+        for batch, ratio in found:
+            shade = f' fill-opacity="{_shade(batch, batches):.2f}"'
+            parts.append(rect(left, y, unit * ratio, step - 3, "halve", shade))
+            parts.append(text(left + unit * ratio + 6, y + step - 4, f"{ratio:.2f}x", "small"))
+            y += step
+        y += 12
+    legend, x = list[str](), left
+    for batch in batches:
+        legend.append(rect(x, 62, 24, step - 3, "halve", f' fill-opacity="{_shade(batch, batches):.2f}"'))
+        legend.append(text(x + 32, 73, f"batch {batch}", "small"))
+        x += 130
     records = recorded("benchmarks/results/gpu.json")
-    note = ["Gray: the best dense version. Green: halve.", f"{measured_on(records)}; {records[0]['dtype']}, 224 px."]
-    return _bars("Time per batch on a GPU, best dense = 1", bars, note, "{:.2f} ms")
+    note = [f"{measured_on(records)}; {records[0]['dtype']}, 224 px.", "Best dense: the faster of torch.compile with"]
+    note[1] += " freezing and the same folded and fused graph on library kernels."
+    parts = [text(40, 44, title, "title"), *legend, line(left + unit, 92, left + unit, y, "arrow"), *parts]
+    label = f"{title}: {', '.join(dict.fromkeys(name_of(network) for network, _ in ratios))}"
+    return drawing(980, y + 60, label, [*parts, *lines(40, y + 20, note)])
+
+
+def _shade(batch: int, batches: list[int]) -> float:
+    """Larger batches are darker."""
+    return 0.4 + 0.6 * (batches.index(batch) + 1) / len(batches)
 
 
 def cpu_bars() -> str:
