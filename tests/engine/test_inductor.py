@@ -74,6 +74,42 @@ def test_outputs_may_differ_by_what_a_network_makes_of_rounding_errors(error, re
         inductor._check(expected + error, expected, body, (x,))
 
 
+def test_rounding_errors_keep_the_strides_of_inputs():
+    x = (torch.rand(2, 3, 4, 4) + 1).to(memory_format=torch.channels_last)
+    given = []
+
+    def body(x):
+        given.append(x)
+        return 1 * x
+
+    [error] = inductor._sensitivity(body, (x,), body(x))
+    assert 0 < error < 1e-6
+    assert given[1].stride() == x.stride()
+    assert not torch.equal(given[1], x)
+
+
+class Vanishes(nn.Module):
+    """Zero for ones, and a rounding error above that."""
+
+    def forward(self, x):
+        return (x - 1).clamp(min=0)
+
+
+class Overflows(nn.Module):
+    def forward(self, x):
+        return x - 0.5 * x.mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "x"), [(Vanishes(), torch.ones(2, 4)), (Overflows(), torch.full((2, 4), 65504.0, dtype=torch.float16))]
+)
+@pytest.mark.parametrize("wrong", [1e4, float("nan"), float("inf")])
+def test_wrong_outputs_are_refused_where_rounding_errors_say_nothing(model, x, wrong):
+    body = torch.fx.symbolic_trace(model)
+    with pytest.raises(EngineError, match="differs"):
+        inductor._check(torch.full_like(x, wrong), body(x), body, (x,))
+
+
 @needs_compiler
 def test_a_network_that_is_gone_leaves_no_weights_behind(planned):
     fast, x, kernels = planned
