@@ -7,6 +7,8 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from benchmarks import bench_gpu
 
@@ -58,6 +60,18 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespa
         out=tmp_path / "gpu.json",
         layers_out=tmp_path / "layers.json",
     )
+
+
+def test_activations_of_random_networks_do_not_vanish():
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)]
+    model, images = nn.Sequential(*layers), torch.randn(8, 3, 16, 16)
+    for layer in (layers[0], layers[2]):
+        layer.weight.data *= 0.1
+    bench_gpu.normalise_(model, images)
+    assert not model.training
+    with torch.no_grad():
+        assert 0.9 < float(model(images).std()) < 1.1
 
 
 def test_a_process_is_alone_while_it_is_timed(options):

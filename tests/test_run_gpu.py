@@ -52,13 +52,15 @@ def test_what_needs_failed_results_is_not_run(options, monkeypatch, capsys):
 def test_at_the_end_of_the_time_jobs_are_stopped_and_results_are_packed(options, monkeypatch):
     options.seconds = 4.0
     stubborn = "import signal; signal.signal(2, signal.SIG_IGN); print('begun', flush=True); time.sleep(60)"
-    jobs = {"long": job("l", "print('begun', flush=True); time.sleep(60)"), "stubborn": job("s", stubborn)}
+    keeps = "import atexit; atexit.register(lambda: print('kept')); print('begun', flush=True); time.sleep(60)"
+    jobs = {"long": job("l", keeps), "stubborn": job("s", stubborn)}
     began = time.monotonic()
     assert run(using(monkeypatch, jobs), options) == {}
     assert time.monotonic() - began < 8
     with tarfile.open(options.pack) as archive:
         assert set(archive.getnames()) == {"events", "long.log", "stubborn.log"}
         assert archive.extractfile("stubborn.log").read() == b"begun\n"
+        assert archive.extractfile("long.log").read().endswith(b"kept\n")  # it was interrupted, not killed
 
 
 def test_files_that_are_gone_by_the_time_they_are_packed_are_left_out(options, monkeypatch):

@@ -164,6 +164,7 @@ def test_dense_layers_win_where_they_are_faster(planned, monkeypatch):
         (LayerTime(planned_ms=0.99, dense_ms=1.5), []),
         (LayerTime(planned_ms=0.99, dense_ms=0.9), ["dense"]),
         (LayerTime(planned_ms=0.5, dense_ms=1.5), ["planned"]),
+        (LayerTime(planned_ms=0.5, dense_ms=1.4), ["planned", "dense"]),  # Inductor fuses activations
         (LayerTime(planned_ms=0.5, dense_ms=0.9), ["planned", "dense"]),
         (LayerTime(planned_ms=0.0, dense_ms=0.0), ["planned", "dense"]),
     ],
