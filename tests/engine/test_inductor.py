@@ -58,10 +58,14 @@ def test_our_kernels_stay_operators_and_outputs_are_the_same(planned):
 
 
 class Amplifies(nn.Module):
-    """Makes a thousand times as much of a rounding error."""
+    """Makes ten thousand times as much of a rounding error, or more."""
+
+    def __init__(self, factor=1e4):
+        super().__init__()
+        self.factor = factor
 
     def forward(self, x):
-        return torch.sin(1e4 * x)
+        return torch.sin(self.factor * x)
 
 
 @pytest.mark.parametrize(("error", "refused"), [(2e-3, False), (0.1, True)])
@@ -86,6 +90,16 @@ def test_rounding_errors_keep_the_strides_of_inputs():
     assert 0 < error < 1e-6
     assert given[1].stride() == x.stride()
     assert not torch.equal(given[1], x)
+
+
+def test_zeros_are_refused_however_sensitive_a_network_is():
+    x = torch.linspace(0.9, 1.1, 64)
+    body = torch.fx.symbolic_trace(Amplifies(1e8))
+    expected = body(x)
+    assert inductor._sensitivity(body, (x,), expected)[0] > 1
+    inductor._check(expected + 0.2, expected, body, (x,))
+    with pytest.raises(EngineError, match="differs"):
+        inductor._check(torch.zeros_like(expected), expected, body, (x,))
 
 
 class Vanishes(nn.Module):
