@@ -15,6 +15,7 @@ safetensors.
 
 import argparse
 import contextlib
+import ctypes
 import json
 import os
 import select
@@ -145,7 +146,13 @@ class Worker:
         command += ["--out", f"{part}.json", "--layers-out", f"{part}-layers.json"]
         # Each process that compiles for Inductor would start as many others as there are cores.
         environment = os.environ | {"TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
-        process = subprocess.Popen(command, pass_fds=[prepared, allowed], start_new_session=True, env=environment)
+        process = subprocess.Popen(
+            command,
+            pass_fds=[prepared, allowed],
+            start_new_session=True,
+            env=environment,
+            preexec_fn=partial(die_with_parent, ctypes.CDLL(None)),
+        )
         os.close(prepared)
         os.close(allowed)
         return cls(pair, part, process, asks, answer)
@@ -153,6 +160,11 @@ class Worker:
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
+
+
+def die_with_parent(libc: ctypes.CDLL) -> None:
+    """Have Linux kill this process when its parent is killed: one that is stopped would stay, with its memory."""
+    libc.prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
 
 
 def systems_for(network: str, options: argparse.Namespace) -> list[str]:
@@ -198,12 +210,16 @@ def side_by_side(options: argparse.Namespace) -> None:
                             if other is not timing:
                                 other.signal(signal.SIGSTOP)
                         time.sleep(0.1)  # the GPU finishes what they have launched
-                        os.write(timing.answer, b"!")
-                    elif worker is timing:  # it has been timed, or has ended
-                        timing, worker.timed = None, True
-                        for other in running:
-                            other.signal(signal.SIGCONT)
-                for worker in [worker for worker in running if worker.process.poll() is not None]:
+                        with contextlib.suppress(BrokenPipeError):  # it has ended since
+                            os.write(timing.answer, b"!")
+                    elif worker is timing:
+                        worker.timed = True
+                ended = [worker for worker in running if worker.process.poll() is not None]
+                if timing is not None and (timing.timed or timing in ended):
+                    timing = None
+                    for other in running:
+                        other.signal(signal.SIGCONT)
+                for worker in ended:
                     running.remove(worker)
                     os.close(worker.asks)
                     os.close(worker.answer)

@@ -132,7 +132,10 @@ def pack(work: Path, into: Path | None) -> None:
     unfinished = into.with_suffix(".new")
     with tarfile.open(unfinished, "w:gz", compresslevel=1) as archive:
         for path in sorted(path for path in work.rglob("*") if path.is_file() and path.suffix != ".lock"):
-            content = path.read_bytes()
+            try:
+                content = path.read_bytes()
+            except FileNotFoundError:  # files are renamed when they are complete
+                continue
             entry = tarfile.TarInfo(str(path.relative_to(work)))
             entry.size = len(content)
             archive.addfile(entry, io.BytesIO(content))
@@ -191,6 +194,7 @@ def main() -> None:
         for name, job in JOBS.items():
             print(f"{name:24} {'alone' if job.alone else 'shared':7} {job.before} {job.arguments}")
         return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # end the jobs, too
     status = run(options.jobs, options)
     for name in options.jobs:
         print(f"== {name}")

@@ -2,25 +2,36 @@
 
 import argparse
 import json
+import multiprocessing
+import time
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
 from benchmarks import bench_gpu
 
 WORKER = """
 import json, os, sys, time
+from pathlib import Path
 def after(name): return sys.argv[sys.argv.index(name) + 1]
 network, batch, place = after("--networks"), int(after("--batches")), sys.argv.index("--pipes")
+Path(__file__).with_name("pids").open("a").write(f"{os.getpid()} ")
 if network == "broken":
     sys.exit(3)
+if network == "prepared and gone":
+    os.write(int(sys.argv[place + 1]), b"!")
+    os._exit(4)
 beats, began = [], time.monotonic()
 while time.monotonic() < began + batch / 100:
     beats.append(time.monotonic())
     time.sleep(0.005)
 os.write(int(sys.argv[place + 1]), b"!")
 os.read(int(sys.argv[place + 2]), 1)
-times = time.monotonic(), time.sleep(0.2), time.monotonic()
+if network == "gone":
+    os._exit(5)
+times = time.monotonic(), time.sleep(60 if network == "slow" else 0.2), time.monotonic()
 os.write(int(sys.argv[place + 1]), b"!")
 time.sleep(0.8)  # ending takes time
 record = {"network": network, "dtype": "float16", "batch": batch, "began": began, "beats": beats, "times": times}
@@ -49,6 +60,18 @@ def options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> argparse.Namespa
         out=tmp_path / "gpu.json",
         layers_out=tmp_path / "layers.json",
     )
+
+
+def test_activations_of_random_networks_do_not_vanish():
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.Conv2d(8, 8, 3), nn.BatchNorm2d(8)]
+    model, images = nn.Sequential(*layers), torch.randn(8, 3, 16, 16)
+    for layer in (layers[0], layers[2]):
+        layer.weight.data *= 0.1
+    bench_gpu.normalise_(model, images)
+    assert not model.training
+    with torch.no_grad():
+        assert 0.9 < float(model(images).std()) < 1.1
 
 
 def test_a_process_is_alone_while_it_is_timed(options):
@@ -97,8 +120,38 @@ def test_our_dense_kernels_are_measured_for_the_networks_that_are_named():
     assert bench_gpu.systems_for("two", options) == ["halve"]
 
 
-def test_a_process_that_fails_does_not_stop_the_others(options, capsys):
-    options.networks, options.batches = ["broken", "one"], [30]
+@pytest.mark.parametrize(("network", "status"), [("broken", 3), ("prepared and gone", 4), ("gone", 5)])
+def test_a_process_that_fails_does_not_stop_the_others(options, capsys, network, status):
+    options.networks, options.batches = [network, "one"], [30]
     bench_gpu.side_by_side(options)
     assert [r["network"] for r in json.loads(options.out.read_text())] == ["one"]
-    assert "broken-30: failed with exit status 3" in capsys.readouterr().out
+    assert f"{network}-30: failed with exit status {status}" in capsys.readouterr().out
+
+
+def test_no_process_is_left_if_the_first_one_is_killed(options, tmp_path):
+    options.networks, options.batches = ["slow", "one", "two"], [30]
+    parent = multiprocessing.get_context("fork").Process(target=bench_gpu.side_by_side, args=(options,))
+    parent.start()
+    pids = tmp_path / "pids"
+    try:
+        until(lambda: pids.exists() and len(pids.read_text().split()) == 3)
+        processes = [int(pid) for pid in pids.read_text().split()]
+        until(lambda: any(state_of(pid) == "T" for pid in processes))  # stopped while another one is timed
+    finally:
+        parent.kill()
+        parent.join()
+    until(lambda: all(state_of(pid) in (None, "Z") for pid in processes))
+
+
+def until(condition):
+    ends = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < ends
+        time.sleep(0.05)
+
+
+def state_of(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return None

@@ -24,6 +24,8 @@ def test_hopper_gets_its_own_kernels_and_other_gpus_do_not(body):
         ampere = jobs_of(body, 1, 64)
     assert families(hopper) == {"wgmma_sp", "mma_sp"}
     assert families(ampere) == {"mma_sp"}
+    variants = [job.args[0] for job in hopper.values()]
+    assert any(getattr(variant, "shortcut", False) for variant in variants)  # joined layers
     assert len(jobs_of_many(body)) > len(hopper)  # other batch sizes need other tiles
 
 

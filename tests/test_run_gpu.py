@@ -1,13 +1,19 @@
 """benchmarks/run_gpu.py runs jobs within a time limit and loses no results."""
 
 import argparse
+import os
+import shlex
+import subprocess
+import sys
 import tarfile
 import time
+from pathlib import Path
 
 import pytest
 
 from benchmarks import run_gpu
 from benchmarks.run_gpu import JOBS, Job, run
+from tests.processes import environment
 
 NOTE = "import time, pathlib; note = pathlib.Path('{work}') / 'events'; note.open('a').write('%s '); "
 
@@ -46,13 +52,51 @@ def test_what_needs_failed_results_is_not_run(options, monkeypatch, capsys):
 def test_at_the_end_of_the_time_jobs_are_stopped_and_results_are_packed(options, monkeypatch):
     options.seconds = 4.0
     stubborn = "import signal; signal.signal(2, signal.SIG_IGN); print('begun', flush=True); time.sleep(60)"
-    jobs = {"long": job("l", "print('begun', flush=True); time.sleep(60)"), "stubborn": job("s", stubborn)}
+    keeps = "import atexit; atexit.register(lambda: print('kept')); print('begun', flush=True); time.sleep(60)"
+    jobs = {"long": job("l", keeps), "stubborn": job("s", stubborn)}
     began = time.monotonic()
     assert run(using(monkeypatch, jobs), options) == {}
     assert time.monotonic() - began < 8
     with tarfile.open(options.pack) as archive:
         assert set(archive.getnames()) == {"events", "long.log", "stubborn.log"}
         assert archive.extractfile("stubborn.log").read() == b"begun\n"
+        assert archive.extractfile("long.log").read().endswith(b"kept\n")  # it was interrupted, not killed
+
+
+def test_files_that_are_gone_by_the_time_they_are_packed_are_left_out(options, monkeypatch):
+    options.work.mkdir()
+    for name in ("kept", "renamed"):
+        (options.work / name).write_text(name)
+    read = Path.read_bytes
+
+    def read_bytes(path):
+        (options.work / "renamed").unlink(missing_ok=True)
+        return read(path)
+
+    monkeypatch.setattr(Path, "read_bytes", read_bytes)
+    run_gpu.pack(options.work, options.pack)
+    with tarfile.open(options.pack) as archive:
+        assert archive.getnames() == ["kept"]
+
+
+def test_jobs_end_with_the_program_that_runs_them(options, tmp_path):
+    code = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
+    script, pid = tmp_path / "run.py", tmp_path / "pid"
+    script.write_text(
+        "from benchmarks import run_gpu\n"
+        f"run_gpu.JOBS['probe'] = run_gpu.Job({f'-c {shlex.quote(code)} {pid}'!r})\n"
+        "run_gpu.STOP_SECONDS = 1.0\n"
+        "run_gpu.main()\n"
+    )
+    command = [sys.executable, str(script), str(options.work), "--jobs", "probe"]
+    process = subprocess.Popen(command, env=environment())
+    ends = time.monotonic() + 30
+    while not (pid.exists() and pid.read_text()) and time.monotonic() < ends:
+        time.sleep(0.05)
+    process.terminate()
+    assert process.wait(20) != 0
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(pid.read_text()), 0)
 
 
 def test_every_script_of_the_jobs_exists():

@@ -58,10 +58,14 @@ def test_our_kernels_stay_operators_and_outputs_are_the_same(planned):
 
 
 class Amplifies(nn.Module):
-    """Makes a thousand times as much of a rounding error."""
+    """Makes ten thousand times as much of a rounding error, or more."""
+
+    def __init__(self, factor=1e4):
+        super().__init__()
+        self.factor = factor
 
     def forward(self, x):
-        return torch.sin(1e4 * x)
+        return torch.sin(self.factor * x)
 
 
 @pytest.mark.parametrize(("error", "refused"), [(2e-3, False), (0.1, True)])
@@ -72,6 +76,52 @@ def test_outputs_may_differ_by_what_a_network_makes_of_rounding_errors(error, re
     outcome = pytest.raises(EngineError, match="differs") if refused else contextlib.nullcontext()
     with outcome:
         inductor._check(expected + error, expected, body, (x,))
+
+
+def test_rounding_errors_keep_the_strides_of_inputs():
+    x = (torch.rand(2, 3, 4, 4) + 1).to(memory_format=torch.channels_last)
+    given = []
+
+    def body(x):
+        given.append(x)
+        return 1 * x
+
+    [error] = inductor._sensitivity(body, (x,), body(x))
+    assert 0 < error < 1e-6
+    assert given[1].stride() == x.stride()
+    assert not torch.equal(given[1], x)
+
+
+def test_zeros_are_refused_however_sensitive_a_network_is():
+    x = torch.linspace(0.9, 1.1, 64)
+    body = torch.fx.symbolic_trace(Amplifies(1e8))
+    expected = body(x)
+    assert inductor._sensitivity(body, (x,), expected)[0] > 1
+    inductor._check(expected + 0.2, expected, body, (x,))
+    with pytest.raises(EngineError, match="differs"):
+        inductor._check(torch.zeros_like(expected), expected, body, (x,))
+
+
+class Vanishes(nn.Module):
+    """Zero for ones, and a rounding error above that."""
+
+    def forward(self, x):
+        return (x - 1).clamp(min=0)
+
+
+class Overflows(nn.Module):
+    def forward(self, x):
+        return x - 0.5 * x.mean()
+
+
+@pytest.mark.parametrize(
+    ("model", "x"), [(Vanishes(), torch.ones(2, 4)), (Overflows(), torch.full((2, 4), 65504.0, dtype=torch.float16))]
+)
+@pytest.mark.parametrize("wrong", [1e4, float("nan"), float("inf")])
+def test_wrong_outputs_are_refused_where_rounding_errors_say_nothing(model, x, wrong):
+    body = torch.fx.symbolic_trace(model)
+    with pytest.raises(EngineError, match="differs"):
+        inductor._check(torch.full_like(x, wrong), body(x), body, (x,))
 
 
 @needs_compiler
@@ -128,6 +178,7 @@ def test_dense_layers_win_where_they_are_faster(planned, monkeypatch):
         (LayerTime(planned_ms=0.99, dense_ms=1.5), []),
         (LayerTime(planned_ms=0.99, dense_ms=0.9), ["dense"]),
         (LayerTime(planned_ms=0.5, dense_ms=1.5), ["planned"]),
+        (LayerTime(planned_ms=0.5, dense_ms=1.4), ["planned", "dense"]),  # Inductor fuses activations
         (LayerTime(planned_ms=0.5, dense_ms=0.9), ["planned", "dense"]),
         (LayerTime(planned_ms=0.0, dense_ms=0.0), ["planned", "dense"]),
     ],

@@ -47,6 +47,8 @@ def test_a_linear_layer_is_a_convolution_over_rows():
     image = x.T[None, :, :, None]
     got = linear.convolution.reference([image], {"weight": w[:, :, None, None]})
     torch.testing.assert_close(got[0, :, :, 0].T, linear.reference([x], {"weight": w}))
+    assert linear.describe(x) == "6>4 1x1 at 5"
+    assert linear.describe(random(2, 7, 7, 6)) == "6>4 1x1 at 2 x 7 x 7"
     assert linear.pointwise
     assert linear.convolution.pointwise
 

@@ -109,3 +109,21 @@ def test_network_keys_do_not_depend_on_the_names_of_nodes():
     names = [[node.name for node in graph.graph.nodes] for graph in graphs]
     assert names[0] != names[1]
     assert network_key(graphs[0], (x,)) == network_key(graphs[1], (x,))
+
+
+class Shifted(nn.Module):
+    def __init__(self, shift):
+        super().__init__()
+        self.conv = nn.Conv2d(4, 8, 3)
+        self.register_buffer("shift", shift)
+
+    def forward(self, x):
+        return self.conv(x).sigmoid() + self.shift
+
+
+def test_network_keys_depend_on_the_shapes_of_constants_and_not_on_their_values():
+    shifts = (torch.ones(8, 1, 1), torch.zeros(8, 1, 1), torch.ones(8, 6, 6), torch.ones(8, 1, 1).double())
+    x = torch.ones(2, 4, 8, 8)
+    first, same, *others = (network_key(fuse(capture(Shifted(shift).eval(), (x,)).parts[0]), (x,)) for shift in shifts)
+    assert first == same
+    assert len({first, *others}) == 3

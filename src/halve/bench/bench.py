@@ -52,7 +52,7 @@ class Measurement:
     error: str | None = None
     note: str | None = None  # where the system differs from its description
     round_ms: tuple[float, ...] = ()  # the median of each round; systems of one run share their rounds
-    plan: tuple[Entry, ...] = ()  # only of `halve` on a GPU: the kernel of each layer
+    plan: tuple[Entry, ...] = ()  # only of `halve`: the kernel of each layer
 
     @property
     def images_per_second(self) -> float | None:

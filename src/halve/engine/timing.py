@@ -1,5 +1,6 @@
 """Interleaved timing of several calls on a device."""
 
+import contextlib
 import statistics
 import time
 from collections.abc import Callable, Mapping
@@ -28,11 +29,11 @@ def measure(calls: Mapping[str, Callable[[], object]], device: torch.device, rou
     times: dict[str, list[float]] = {name: [] for name in calls}
     with turn(device):
         for _ in range(rounds):
-            for name, timer in timers.items():
-                times[name].append(timer())
+            for name in timers:
+                times[name].append(timers[name]())
     if device.type == "cuda":
-        timers.clear()
-        torch.cuda.empty_cache()  # what the recordings held is not used for anything else
+        timers.clear()  # with the last recording, their memory can be returned
+        torch.cuda.empty_cache()
     summary = statistics.median if device.type == "cuda" else min
     return {name: summary(found) for name, found in times.items()}
 
@@ -53,7 +54,7 @@ def _on_gpu(call: Callable[[], object], device: torch.device, pool: Any) -> Call
     """Record the call, repeated if it is short. All recordings share memory: nobody reads what they write.
 
     How often is decided by the time of a plain call, which is longer than that of a recorded one: four times as many
-    repetitions make up for it where launching takes most of the time.
+    repetitions make up for it. Where launching takes more time than that, the recording is replayed several times.
     """
     call()
     repetitions = _repetitions(min(elapsed_ms(call) for _ in range(2)) / 4)
@@ -62,12 +63,19 @@ def _on_gpu(call: Callable[[], object], device: torch.device, pool: Any) -> Call
         for _ in range(repetitions):
             call()
 
-    try:
+    graph = None
+    with contextlib.suppress(torch.OutOfMemoryError):
         graph = record(run, device, warmups=0, pool=pool, free_memory=False)[0]
-    except torch.OutOfMemoryError:
-        graph = record(run, device, warmups=0)[0]
+    if graph is None:  # the failed recording is gone by now, so that its memory can be returned, too
+        graph = record(run, device, warmups=0, pool=pool)[0]
     elapsed_ms(graph.replay)
-    return lambda: elapsed_ms(graph.replay) / repetitions
+    replays = _repetitions(elapsed_ms(graph.replay))
+
+    def replay() -> None:
+        for _ in range(replays):
+            graph.replay()
+
+    return lambda: elapsed_ms(replay) / (replays * repetitions)
 
 
 def _repetitions(ms: float) -> int:

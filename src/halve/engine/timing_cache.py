@@ -3,6 +3,7 @@
 import functools
 import hashlib
 import json
+import operator
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -79,15 +80,21 @@ def network_key(body: torch.nn.Module, inputs: tuple[Tensor, ...]) -> str | None
     """The cache key of a network, or None if it runs code outside of its graph."""
     if not isinstance(body, GraphModule):
         return None
-    lines = [str((tuple(x.shape), x.dtype, x.stride())) for x in inputs]
+    lines = [_described(x) for x in inputs]
     numbers = {node: f"%{number}" for number, node in enumerate(body.graph.nodes)}  # names differ between captures
     for node in body.graph.nodes:
-        described = "" if node.op in ("placeholder", "output", "call_module") else str(node.target)
-        if node.op == "call_module":
-            layer = body.get_submodule(str(node.target))
-            described = f"{layer.operation.to_json()} {layer.piece}" if isinstance(layer, Layer) else repr(layer)
+        described = "" if node.op in ("placeholder", "output") else str(node.target)
+        if node.op in ("call_module", "get_attr"):
+            described = _described(operator.attrgetter(str(node.target))(body))
         lines.append(f"{node.op} {described} {map_arg((node.args, node.kwargs), numbers.__getitem__)}")
     return f"network {hashlib.sha256(chr(10).join(lines).encode()).hexdigest()}"
+
+
+def _described(value: object) -> str:
+    """What affects timings of a tensor or a module."""
+    if isinstance(value, Tensor):
+        return str((tuple(value.shape), value.dtype, value.stride()))
+    return f"{value.operation.to_json()} {value.piece}" if isinstance(value, Layer) else repr(value)
 
 
 @functools.cache

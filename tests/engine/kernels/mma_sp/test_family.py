@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from halve.engine.kernels.cuda import driver, wgmma
 from halve.engine.kernels.kernel import Piece
 from halve.engine.kernels.mma_sp.family import MmaDense, MmaSparse
 from halve.engine.kernels.mma_sp.launch import TILES
@@ -80,3 +81,25 @@ def test_an_empty_batch_of_rows_returns_an_empty_result():
     linear = Linear(16, 64)
     packed = MmaSparse().pack(linear, {"weight": halved(16, 64)})
     assert MmaSparse().run([torch.zeros(0, 64)], packed, linear, "64x64").shape == (0, 16)
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(wgmma, "unavailable", lambda device, dtype: None)
+    monkeypatch.setattr(driver, "processors", lambda index: 132)
+
+
+@pytest.mark.parametrize("family", [MmaSparse(), MmaDense()])
+@pytest.mark.parametrize(
+    ("operation", "shape", "kept"),
+    [
+        (Convolution(64, 64, (3, 3), padding=(1, 1)), (8, 64, 56, 56), {"64x64"}),
+        (Linear(384, 96), (8, 3, 3, 384), {"64x64", "64x32k4", "32x32k8", "16x32k8"}),
+        (Convolution(64, 64, (3, 3), padding=(1, 1)), (32, 64, 56, 56), set()),
+        (Convolution(64, 64, (3, 3), padding=(1, 1)), (1, 64, 512, 512), set(TILES)),  # too wide for wgmma
+        (Convolution(64, 64, (3, 3), stride=(3, 3)), (32, 64, 56, 56), set(TILES)),  # not a stride of wgmma
+    ],
+)
+def test_on_hopper_tiles_are_left_out_only_where_its_own_kernels_run(hopper, family, operation, shape, kept):
+    x = torch.empty(shape, dtype=torch.float16, device="meta")
+    assert set(family.promising([x], operation, list(TILES))) == kept

@@ -12,12 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halve.engine.kernels.cuda import driver, jit, wgmma
+from halve.engine.kernels.cuda import driver, jit
 from halve.engine.kernels.cuda.convolution import ConvolutionFamily, as_convolution
 from halve.engine.kernels.kernel import Piece
 from halve.engine.kernels.mma_sp import launch
 from halve.engine.kernels.mma_sp.packing import pack, pack_dense, packed_shapes, restored
-from halve.engine.kernels.wgmma_sp.tiling import supported
+from halve.engine.kernels.wgmma_sp.family import WgmmaDense, WgmmaSparse
 from halve.engine.operations import Convolution, Linear, Operation, Tensors
 
 
@@ -49,10 +49,18 @@ class _Mma(ConvolutionFamily):
 
     def promising(self, inputs: Sequence[Tensor], operation: Operation, variants: Sequence[str]) -> Sequence[str]:
         convolution, x = as_convolution(operation), inputs[0]
-        if wgmma.unavailable(x.device, x.dtype) is not None or not supported(convolution):
+        if not self._has_hopper_kernel(inputs, operation):
             return variants
         pixels = math.prod(operation.out_shape(x.shape)) // convolution.rows
         return launch.worth_timing(convolution.rows, pixels, driver.processors(x.device.index), variants)
+
+    def _has_hopper_kernel(self, inputs: Sequence[Tensor], operation: Operation) -> bool:
+        """Whether there is a `wgmma` kernel for these inputs: it has none for wide images."""
+        hopper, x = WgmmaSparse() if self.sparse else WgmmaDense(), inputs[0]
+        if hopper.unavailable(x.device, x.dtype) is not None:
+            return False
+        tiles = hopper.variants(Piece(operation, x.dtype, is_2_4=self.sparse), x.device)
+        return any(hopper.fits(inputs, operation, tile) for tile in tiles)
 
     def compilation(self, inputs: Sequence[Tensor], operation: Operation, variant: str) -> partial[Any] | None:
         convolution, x = as_convolution(operation), inputs[0]
