@@ -38,7 +38,7 @@ import halve
 from halve.bench.bench import Measurement
 from halve.bench.records import layer_records, records
 from halve.bench.systems import SYSTEMS
-from halve.engine.turns import turn
+from halve.engine import turns
 from halve.masks.storage import write_atomically
 
 RESULTS = Path(__file__).parent / "results"
@@ -176,7 +176,7 @@ def systems_for(network: str, options: argparse.Namespace) -> list[str]:
 @contextlib.contextmanager
 def stopped_others(pipes: Sequence[int], device: torch.device) -> Iterator[None]:
     """Stop the other processes, none of them in the middle of timing kernels."""
-    with turn(device):
+    with turns.turn(device):
         os.write(pipes[0], b"!")
         os.read(pipes[1], 1)
         yield
@@ -270,6 +270,7 @@ def main() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     alone = contextlib.nullcontext
     if options.pipes is not None:
+        turns.LONGEST_WAIT = float("inf")  # also while this process is stopped
         alone = partial(stopped_others, options.pipes, device)
     for network in options.networks:
         started = time.perf_counter()

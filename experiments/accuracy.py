@@ -18,6 +18,7 @@ import hashlib
 import itertools
 import json
 import os
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -134,7 +135,8 @@ def decode(files: list[Path], size: int | None, kept: Path) -> None:
 def load(assets: Path, folders: tuple[str, ...], size: int | None, network: Network, device: str) -> Pictures:
     """Load all images of some class folders; labels are the network's outputs.
 
-    Images are decoded once: processes that wait for the first one, and later ones, map a file in ASSETS/decoded.
+    Images are decoded once: processes that wait for the first one, and later ones, map a file in ASSETS/decoded, or in
+    the folder for temporary files if ASSETS cannot be written to.
     """
     files = sorted(file for folder in folders for file in (assets / folder).glob("*/*") if file.is_file())
     wnids = (assets / "imagenet_wnids.txt").read_text().split()
@@ -142,7 +144,8 @@ def load(assets: Path, folders: tuple[str, ...], size: int | None, network: Netw
     classes = {name: index for index, name in enumerate(names)}
     labels = torch.tensor([classes[file.parent.name] for file in files])
     known = "\n".join(f"{file.relative_to(assets)} {file.stat().st_size}" for file in files)
-    kept = assets / "decoded" / f"{hashlib.sha256(known.encode()).hexdigest()[:16]}.{size or 'own'}.npy"
+    folder = assets / "decoded" if os.access(assets, os.W_OK) else Path(tempfile.gettempdir()) / "halve-decoded"
+    kept = folder / f"{hashlib.sha256(known.encode()).hexdigest()[:16]}.{size or 'own'}.npy"
     kept.parent.mkdir(exist_ok=True)
     with kept.with_suffix(".lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

@@ -103,15 +103,14 @@ def _networks(main: bool) -> str:
 def _others() -> str:
     """The speed of networks that are not in the README's table. Those that are slower than dense are named."""
     found = speedups(main=False)
-    slower = [
-        f"{name_of(network)} at batch {batch} ({ratio:.2f}x)"
-        for (network, batch), ratio in found.items()
-        if ratio < 0.98
-    ]
+    slower: dict[str, list[str]] = {}
+    for (network, batch), ratio in found.items():
+        if ratio < 0.98:
+            slower.setdefault(name_of(network), []).append(f"{ratio:.2f}x at batch {batch}")
     faster = [ratio for ratio in found.values() if ratio >= 0.98]
-    count = len({network for network, _ in found})
-    text = f"{count} other networks: {span(faster)}x"
-    return f"{text}, except {' and '.join(slower)}." if slower else f"{text}."
+    others = f"Other networks ({len({network for network, _ in found})}): {span(faster)}x"
+    exceptions = "; ".join(f"{name} {', '.join(times)}" for name, times in slower.items())
+    return f"{others}, except {exceptions}." if slower else f"{others}."
 
 
 def accuracy_brief() -> str:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 import halve
-from halve.engine import inductor
+from halve.engine import compiled, inductor
 from halve.engine.compiled import INDUCTOR
 from halve.engine.inductor import Bodies, CompiledBody, LayerTime, choose, compile_body
 from halve.engine.kernels.kernel import Kernel
@@ -257,6 +257,9 @@ def test_a_network_that_inductor_cannot_compile_stays_eager(made, monkeypatch):
     assert "no compiler here" in fast.plan.uncompiled[INDUCTOR]
     assert not fast.plan.inductor
     assert torch.equal(fast(x), expected)
+    monkeypatch.setattr(compiled, "MAX_SECONDS", 0.0)  # compiling that failed took time, too
+    fast.warmup(5)
+    assert "not tried at batch size 5" in fast.plan.uncompiled[INDUCTOR]
 
 
 def test_wrong_results_are_refused(planned, monkeypatch):

@@ -76,6 +76,7 @@ class Compiled(nn.Module):
         self._around = around_parts(dtype)  # what the code between the parts of such a network computes in
         self.inductor = by_default(self.device) if inductor is None else inductor
         self._bodies = Bodies()  # with layers joined, or compiled by Inductor
+        self._compiling_seconds = 0.0  # that Inductor has taken, also for what is not used
         self._eager = False
         self._planar = _planar_inputs(body, len(example))
         self._has_layers = any(isinstance(module, Layer) for module in body.modules())
@@ -353,7 +354,7 @@ class Compiled(nn.Module):
         if (reason := unavailable(self.device)) is not None:
             self.plan.uncompiled[INDUCTOR] = f"not used: {reason}"
             return None
-        if (spent := sum(self.plan.inductor.values())) > MAX_SECONDS and not planned:
+        if (spent := self._compiling_seconds) > MAX_SECONDS and not planned:
             self.plan.uncompiled[INDUCTOR] = f"not tried at batch size {size}, after compiling for {spent:.0f} s"
             return None
         given = self._given(inputs)
@@ -364,8 +365,10 @@ class Compiled(nn.Module):
                 choice = Choice(kernels, failed=str(error))
         else:
             choice = choose(body, given, kernels, TimingCache.of(self.device), network_key(body, inputs), layers)
+        self._compiling_seconds += choice.seconds
         if choice.failed is not None:
-            self.plan.uncompiled[INDUCTOR] = f"not used: {choice.failed}"
+            what = "not used" if choice.run is None else "not used with sparse layers"
+            self.plan.uncompiled[INDUCTOR] = f"{what}: {choice.failed}"
         return choice
 
     def _layer_time(self, entries: Sequence[Entry], joins: Sequence[Join]) -> LayerTime | None:

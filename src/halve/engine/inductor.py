@@ -148,7 +148,7 @@ class Choice:
     kernels: Mapping[Layer, Kernel]
     run: CompiledBody | None = None  # None: eager, with these kernels
     seconds: float = 0.0  # spent on compiling
-    failed: str | None = None  # why Inductor could not compile the network
+    failed: str | None = None  # why Inductor could not compile the network as planned
 
 
 @dataclass(frozen=True)
@@ -213,14 +213,14 @@ def choose(
             if layers is not None and name in layers.hopeless(min(measure(calls, device).values())):
                 excluded.add(name)
                 continue
+            started = time.perf_counter()
             try:
                 runs[name], took = compile_body(body, chosen, inputs)
+                calls[name] = partial(runs[name], *inputs)
             except EngineError as error:
-                failed = failed or str(error)
+                failed, took = failed or str(error), time.perf_counter() - started
                 excluded.add(name)
-                continue
             seconds += took
-            calls[name] = partial(runs[name], *inputs)
         times = dict.fromkeys(excluded, math.inf) | measure(calls, device)
         if key is not None and failed is None:
             cache.put(key, {one: times[name] for one, name in ids.items()})
@@ -235,7 +235,7 @@ def choose(
             runs[best], seconds = compile_body(body, candidates[best], inputs)
         except EngineError as error:
             return Choice(kernels, failed=str(error))
-    return Choice(candidates[best], runs[best], seconds)
+    return Choice(candidates[best], runs[best], seconds, failed)
 
 
 def compile_body(
