@@ -19,6 +19,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -158,7 +159,7 @@ STUDIES: dict[str, Callable[[str], dict[str, Arm]]] = {
 }
 
 
-def subject(name: str, assets: Path | None, device: str, batch: int | None, most: int = MOST) -> Subject:
+def subject(name: str, assets: Path | None, device: str, batch: int | None, most: int) -> Subject:
     """Open a network and its images."""
     network = SUBJECTS[name]
     network = network._replace(batch=batch or network.batch)
@@ -297,6 +298,8 @@ def wanted(options: argparse.Namespace) -> Iterator[tuple[str, str, Arm, int]]:
     """Study, arm and seed of everything that was asked for; magnitude masks need one seed only."""
     for study in options.studies:
         for name, arm in arms_of(study, options.network).items():
+            if not any(fnmatchcase(name, glob) for glob in options.arms):
+                continue
             fixed = arm.setting.get("ONE_SHOT") == "magnitude"
             for seed in options.seeds[:1] if fixed else options.seeds:
                 yield study, name, arm, seed
@@ -306,9 +309,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--network", default="digits", choices=list(SUBJECTS))
     parser.add_argument("--studies", nargs="+", default=list(STUDIES), choices=list(STUDIES))
+    parser.add_argument("--arms", nargs="+", default=["*"], help="globs of the arms' names, such as '*, long'")
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--batch", type=int, help="images in a step (default: 64 digits, 256 of CIFAR-10, 128 photos)")
+    parser.add_argument("--measure", type=int, default=MOST, help="held-back images to measure on, at most")
     parser.add_argument("--assets", type=Path, help="folder with checkpoints and images; digits need none")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no run that would end later")
@@ -329,7 +334,9 @@ def main(arguments: list[str] | None = None) -> None:
         if twin is None:
             if time.perf_counter() - begun + longest > options.seconds:
                 sys.exit(f"no time for {study}: {name}; the same command continues")
-            opened = opened or subject(options.network, options.assets, options.device, options.batch)
+            opened = opened or subject(
+                *(options.network, options.assets, options.device, options.batch, options.measure)
+            )
             started = time.perf_counter()
             twin = run(opened, arm, steps, seed) | {
                 "hardware": ", ".join(filter(None, (device_name(torch.device(options.device)), options.note))),

@@ -42,7 +42,7 @@ def small(questions):
 
 def test_digits_are_those_that_the_network_was_trained_on_and_others(questions, monkeypatch):
     monkeypatch.setattr(questions, "train_digits", lambda: nn.Identity())
-    subject = questions.subject("digits", None, "cpu", None)
+    subject = questions.subject("digits", None, "cpu", None, 500)
     images, labels = questions.digits("test").tensors
     assert torch.equal(torch.cat([batch for batch, _ in subject.rest]), images)
     assert torch.equal(subject.rest.labels, labels)
@@ -55,7 +55,7 @@ def test_held_back_images_are_not_learned_from(questions, monkeypatch):
     monkeypatch.setattr(questions, "load", lambda *args: everything)
     network = questions.SUBJECTS["cifar_resnet20"]
     monkeypatch.setattr(type(network), "model", lambda *args: nn.Identity())
-    subject = questions.subject("cifar_resnet20", Path(), "cpu", None, most=5)
+    subject = questions.subject("cifar_resnet20", Path(), "cpu", None, 5)
     learned, measured = (set(part.pixels.flatten().tolist()) for part in (subject.train, subject.rest))
     assert len(learned) == 81
     assert len(measured) == 5
@@ -125,6 +125,8 @@ def test_runs_are_recorded_once_and_shared_by_studies(questions, small, tmp_path
     assert capsys.readouterr().out.count("KL") == len(records)
     monkeypatch.setattr(questions, "run", None)
     questions.main([*options, "bound", "pattern"])
+    questions.main([*options, "start", "--arms", "magnitude, lo*"])
+    records.append(default["bound"] | {"study": "start", "arm": "magnitude, long"})
     assert json.loads(out.read_text()) == records
 
 
