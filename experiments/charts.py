@@ -8,6 +8,7 @@ from drawing import drawing, line, lines, rect, text
 
 LINES = {"halve": "curve", "magnitude": "other", "dense": "arrow"}  # strokes of the colours
 WIDTH = 980.0
+SHORT = 15  # ratio of the ends of a range that powers of ten alone would leave empty
 
 
 class Point(NamedTuple):
@@ -27,13 +28,17 @@ class Point(NamedTuple):
 
 
 def log_ticks(low: float, high: float) -> list[float]:
-    """Powers of ten that enclose two numbers.
+    """Powers of ten that enclose two numbers; for a short range also twice and five times these.
 
-    >>> log_ticks(0.004, 2.0)
-    [0.001, 0.01, 0.1, 1.0, 10.0]
+    >>> log_ticks(0.004, 2.0), log_ticks(0.006, 0.03)
+    ([0.001, 0.01, 0.1, 1.0, 10.0], [0.005, 0.01, 0.02, 0.05])
     """
-    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high))
-    return [10.0**power for power in range(first, max(last, first + 1) + 1)]
+    factors = (1, 2, 5) if high < SHORT * low else (1,)
+    first, last = math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1
+    marks = [float(f"{factor}e{power}") for power in range(first, last + 1) for factor in factors]
+    start = max(place for place, mark in enumerate(marks) if mark <= low)
+    end = min(place for place, mark in enumerate(marks) if mark >= high and place > start)
+    return marks[start : end + 1]
 
 
 def _log_place(ticks: Sequence[float], start: float, length: float) -> Callable[[float], float]:
@@ -78,7 +83,7 @@ def rows_of_points(
         for kind, point in points.items():
             parts += _mark(kind, at(point.mean), y, at(point.low), at(point.high))
     parts += lines(40, bottom + 74, note)
-    return drawing(WIDTH, bottom + 66 + 20 * len(note), f"{title}: {axis}", parts)
+    return drawing(WIDTH, bottom + 74 + 20 * len(note), f"{title}: {axis}", parts)
 
 
 class Panel(NamedTuple):
@@ -122,7 +127,7 @@ def panels(title: str, shown: Sequence[Panel], names: dict[str, str], note: Sequ
             for x, point in curve:
                 parts += _mark(kind, across(x), up(point.mean), up(point.low), up(point.high), across=False)
     parts += lines(40, bottom + 78, note)
-    return drawing(WIDTH, bottom + 70 + 20 * len(note), f"{title}: {'; '.join(p.title for p in shown)}", parts)
+    return drawing(WIDTH, bottom + 78 + 20 * len(note), f"{title}: {'; '.join(p.title for p in shown)}", parts)
 
 
 def linear_ticks(low: float, high: float) -> list[float]:
@@ -150,7 +155,6 @@ def cells(
     for place, value in enumerate(values):
         at = x + place * (width + 4)
         if value is None:
-            parts.append(rect(at, y, width, 26, "file"))
             continue
         share = math.log(max(value, low) / low) / math.log(high / low)
         parts.append(rect(at, y, width, 26, "magnitude", f' opacity="{0.06 + 0.6 * min(share, 1):.2f}"'))

@@ -11,6 +11,7 @@ from page_text import prose, table
 from records import measured_on, name_of, recorded_if_any, span
 
 SHOWN = "digits"  # the network in the figures
+LARGER = "cifar_resnet20"  # for spatial frequencies, which maps of 8x8 pixels hardly have
 NETWORKS = {"digits": "digits", "cifar_resnet20": "ResNet-20", "resnet50_v1": "ResNet-50"}
 HELD_BACK = {
     "digits": "the test digits",
@@ -21,7 +22,7 @@ KL = "KL divergence from the dense network (less is better)"
 BANDS = ("constant", "low", "middle", "high")
 STARTS = {
     "magnitude": "magnitude (default)",
-    "permuted": "magnitude, channels permuted",
+    "permuted": "magnitude, permuted",
     "wanda": "Wanda",
     "reconstruct": "reconstruct",
     "masks": "masks by reconstruct",
@@ -279,10 +280,11 @@ def pattern_figure() -> str:
     """KL divergence by N:M pattern, magnitude and learned."""
     arms = by_arm("pattern")
     rows = [
-        (f"{rule} ({share} kept)", {"dense": kl(arms[f"{rule}, magnitude"]), "halve": kl(arms[f"{rule}, learned"])})
+        (f"{rule} ({share} kept)", {"magnitude": kl(arms[f"{rule}, magnitude"]), "halve": kl(arms[f"{rule}, learned"])})
         for rule, share in KEPT.items()
     ]
-    return rows_of_points("N:M", KL, rows, {"dense": "magnitude", "halve": "learned"}, about("pattern"))
+    names = {"magnitude": "magnitude", "halve": "learned"}
+    return rows_of_points("N of M weights kept", KL, rows, names, about("pattern"))
 
 
 def pattern_table() -> str:
@@ -337,7 +339,8 @@ def _bands(layers: list[dict[str, Any]]) -> list[float | None]:
 
 def layers_figure() -> str:
     """Each layer masked alone: KL divergence, and the relative error of its features by spatial frequency."""
-    rows, title = layer_rows(), "Which layers hurt, and which spatial frequencies they lose"
+    network = next(one for one in (LARGER, SHOWN) if found("layers", one))
+    rows, title = layer_rows(network), "Which layers hurt, and which spatial frequencies they lose"
     left, right, top = 210.0, 540.0, 130.0
     ticks = log_ticks(min(r["learned"].low for r in rows), max(r["magnitude"] for r in rows))
     bottom = top + 30 * len(rows)
@@ -363,7 +366,7 @@ def layers_figure() -> str:
         parts += cells(590, y, 84, errors, "{:.0f}", 10, 60)
     note = ["Green: learned masks. Yellow: magnitude. Errors are relative to the dense network's in the same band,"]
     note += ["from the constant part of a map to changes from pixel to pixel; small maps lack the bands between."]
-    parts += lines(40, bottom + 52, [*note, *about("layers")])
+    parts += lines(40, bottom + 52, [*note, *about("layers", network)])
     return drawing(980, bottom + 52 + 20 * (len(note) + 2), title, parts)
 
 
@@ -401,8 +404,18 @@ def layers_table() -> str:
         ]
         heads = ["magnitude / learned", "KL", "agreement, %", "error of outputs, %", "of it a constant offset, %"]
         heads += ["weights dropped, % of squares", "class that loses most: agreement, %"]
-        parts += [table(heads, shown), prose(f"{_causes(rows)} {' '.join(about('layers', network))}")]
+        note = f"{_causes(rows)} {_together(network)} {' '.join(about('layers', network))}"
+        parts += [table(heads, shown), prose(note)]
     return "\n\n".join(parts) or "Not measured yet."
+
+
+def _together(network: str) -> str:
+    """The divergence of all masks together, and the sum of those of single layers."""
+    words = []
+    for arm, records in by_arm("layers", network).items():
+        alone = statistics.mean(sum(layer["kl"] for layer in r["layers"].values()) for r in records)
+        words.append(f"{arm} masks {alone:.3f} and {kl(records).mean:.3f}")
+    return f"KL divergence, the sum of all layers alone and all together: {'; '.join(words)}."
 
 
 def _causes(rows: list[dict[str, Any]]) -> str:
@@ -425,7 +438,7 @@ def bound_figure() -> str:
     """KL divergence when weights above a quantile may not be dropped."""
     arms = by_arm("bound")
     rows = [(_bound_name(arm), {"halve": kl(records)}) for arm, records in arms.items()]
-    return rows_of_points("Large weights may not be dropped", KL, rows, {"halve": "learned"}, about("bound"))
+    return rows_of_points("If large weights may not be dropped", KL, rows, {"halve": "learned"}, about("bound"))
 
 
 def _bound_name(arm: str) -> str:
@@ -525,7 +538,7 @@ def weight_decay_table() -> str:
     records = found("weight_decay")
     note = (
         f"{' '.join(about('weight_decay'))} A network is trained for each seed. Norms are the largest singular value, "
-        f"mean over layers; relative to the layer's own. Proofs are of 8 test digits per network, without optimised "
+        f"mean over layers; relative to the layer's own. Proofs are of {records[0]['proven_images']} test digits per network, without optimised "
         f"slopes: pixels by 4/255, or any update of single weights by 0.4 % of the layer's root mean square. "
         f"{measured_on(records)}."
     )
