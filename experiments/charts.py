@@ -8,6 +8,7 @@ from drawing import drawing, line, lines, rect, text
 
 LINES = {"halve": "curve", "magnitude": "other", "dense": "arrow"}  # strokes of the colours
 WIDTH = 980.0
+APART = 7.0  # pixels between the kinds of a row
 SHORT = 15  # ratio of the ends of a range that powers of ten alone would leave empty
 
 
@@ -49,7 +50,7 @@ def _log_place(ticks: Sequence[float], start: float, length: float) -> Callable[
 def _mark(kind: str, x: float, y: float, low: float, high: float, across: bool = True) -> list[str]:
     """A point, and the range of its runs."""
     ends = (low, y, high, y) if across else (x, low, x, high)
-    return [line(*ends, LINES[kind]), f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="5.5"/>']
+    return [line(*ends, LINES[kind]), f'<circle class="{kind}" cx="{x:.1f}" cy="{y:.1f}" r="5"/>']
 
 
 def _legend(x: float, y: float, names: dict[str, str]) -> list[str]:
@@ -81,7 +82,8 @@ def rows_of_points(
         y = top + 32 * place + 12
         parts.append(text(left - 20, y + 5, name, "end"))
         for kind, point in points.items():
-            parts += _mark(kind, at(point.mean), y, at(point.low), at(point.high))
+            shift = APART * (list(names).index(kind) - (len(names) - 1) / 2)  # points may have the same value
+            parts += _mark(kind, at(point.mean), y + shift, at(point.low), at(point.high))
     parts += lines(40, bottom + 74, note)
     return drawing(WIDTH, bottom + 74 + 20 * len(note), f"{title}: {axis}", parts)
 

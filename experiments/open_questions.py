@@ -46,7 +46,8 @@ MOST = 5000  # held-back images to measure on
 
 TEMPERATURES = (0.1, 0.3, 1.0, 3.0)
 NOISES = {"0": 0.0, "0.3": 0.3, "1": 1.0, "1 to 0": (1.0, 0.0)}
-AMOUNTS = {"digits": (100, 200, 400, 800), "cifar_resnet20": (100, 300, 1000, 3000, 10000)}
+LONGER = 4.0  # times the steps, for some of the noises
+AMOUNTS = {"digits": (10, 30, 100, 200, 400, 800), "cifar_resnet20": (100, 300, 1000, 3000, 10000)}
 AMOUNTS["resnet50_v1"] = (100, 300, 1000, 3000)
 FEW = 100  # images of the study of augmentation, beside all of them
 VIEWS: dict[str, dict[str, Any]] = {
@@ -61,7 +62,7 @@ DECAYS = (0.0, 1e-4, 5e-4, 2e-3, 1e-2)
 
 
 class Arm(NamedTuple):
-    """One setting of a study: options of `halve.learn`, those of `learned` in capitals, and a share of the steps."""
+    """One setting of a study: options of `halve.learn`, those of `masks_of` in capitals, and a share of the steps."""
 
     setting: dict[str, Any]
     share: float = 1.0  # 0 stands for masks in one shot
@@ -89,11 +90,12 @@ def _plain(setting: dict[str, Any]) -> dict[str, Any]:
 
 
 def temperature(network: str) -> dict[str, Arm]:
-    return {
+    found = {
         f"{t:g}, {name}": Arm({"temperature": t, "noise": noise})
         for t in TEMPERATURES
         for name, noise in NOISES.items()
     }
+    return found | {f"1, {name}; longer": Arm({"noise": NOISES[name]}, LONGER) for name in ("0", "0.3", "1 to 0")}
 
 
 def start(network: str) -> dict[str, Arm]:

@@ -46,7 +46,7 @@ VIEWS = {
 
 
 def found(study: str, network: str = SHOWN) -> list[dict[str, Any]]:
-    """The records of a study: those with the most steps."""
+    """The records of a study: those with the most steps in the budget."""
     records = [
         r
         for r in recorded_if_any("experiments/results/open_questions.json")
@@ -71,7 +71,7 @@ def kl(records: Sequence[dict[str, Any]]) -> Point:
 def about(study: str, network: str = SHOWN) -> list[str]:
     """How a study was made, in two lines."""
     records = found(study, network)
-    seeds, steps = len({r["seed"] for r in records}), max(r["steps"] for r in records)
+    seeds, steps = len({r["seed"] for r in records}), records[0]["budget"]
     learned = f"Learned in {steps:,} steps of {records[0]['batch']} images"
     repeated = f"mean, least and greatest of {seeds} seeds" if seeds > 1 else "one seed"
     images = max(r["images"] for r in records)
@@ -123,7 +123,7 @@ def study_table(study: str, first: str, rows: Callable[[str], list[tuple[list[st
 
 
 def _grid(network: str = SHOWN) -> tuple[list[str], list[str]]:
-    arms = [arm.split(", ") for arm in by_arm("temperature", network)]
+    arms = [arm.split(", ") for arm in by_arm("temperature", network) if "longer" not in arm]
     return list(dict.fromkeys(arm[0] for arm in arms)), list(dict.fromkeys(arm[1] for arm in arms))
 
 
@@ -132,7 +132,7 @@ def temperature_figure() -> str:
     arms = by_arm("temperature")
     temperatures, noises = _grid()
     title = "Temperature and noise: KL divergence from the dense network"
-    values = [kl(records).mean for records in arms.values()]
+    values = [kl(arms[f"{t}, {noise}"]).mean for t in temperatures for noise in noises]
     parts = [text(40, 44, title, "title"), text(280, 88, "noise", "bold")]
     for place, noise in enumerate(noises):
         parts.append(text(280 + 134 * place + 65, 116, noise.replace("1 to 0", "1, falling to 0"), "middle"))
@@ -142,7 +142,10 @@ def temperature_figure() -> str:
         row = [kl(arms[f"{t}, {noise}"]).mean if f"{t}, {noise}" in arms else None for noise in noises]
         parts += cells(280, y, 130, row, "{:.4f}", min(values), max(values))
     y = 150 + 30 * len(temperatures)
-    note = ["Darker is worse. Default: temperature 1, noise 1 falling to 0.", *about("temperature")]
+    note = [
+        "Darker is worse. Default: temperature 1, noise 1 falling to 0.",
+        *(words.replace("mean, least and greatest", "means") for words in about("temperature")),
+    ]
     parts += lines(40, y + 16, note)
     return drawing(980, y + 16 + 20 * len(note), title, parts)
 
@@ -152,11 +155,12 @@ def temperature_table() -> str:
         "temperature",
         "temperature",
         lambda network: [
-            ([t, noise.replace("1 to 0", "1, falling to 0")], f"{t}, {noise}")
+            ([t, noise.replace("1 to 0", "1, falling to 0"), words], f"{t}, {noise}{more}")
+            for more, words in (("", "all"), ("; longer", "four times as many"))
             for t in _grid(network)[0]
             for noise in _grid(network)[1]
         ],
-        ["noise"],
+        ["noise", "steps"],
     )
 
 
@@ -241,7 +245,8 @@ def data_figure() -> str:
 def data_table() -> str:
     def rows(network: str) -> list[tuple[list[str], str]]:
         arms = by_arm("data", network)
-        return [([f"{arms[arm][0]['learned_from']:,}", arm.split(", ")[1]], arm) for arm in arms]
+        order = sorted(arms, key=lambda arm: (arm.split(", ")[1], arms[arm][0]["learned_from"]))
+        return [([f"{arms[arm][0]['learned_from']:,}", arm.split(", ")[1]], arm) for arm in order]
 
     return study_table("data", "images", rows, ["augmentation"])
 
@@ -471,9 +476,14 @@ def _dropped(records: list[dict[str, Any]], arm: str) -> float:
 # weight decay
 
 
+def decays() -> dict[str, list[dict[str, Any]]]:
+    """The records of the study by weight decay, in its order."""
+    return dict(sorted(by_arm("weight_decay").items(), key=lambda arm: float(arm[0])))
+
+
 def weight_decay_figure() -> str:
     """Accuracy, norms of what is dropped, and proofs against the weight decay of the dense training."""
-    arms = by_arm("weight_decay")
+    arms = decays()
     places = {float(arm): arm.replace("e-0", "e-") for arm in arms}
 
     def curve(value: Callable[[dict[str, Any]], float]) -> list[tuple[float, Point]]:
@@ -498,51 +508,59 @@ def weight_decay_figure() -> str:
             log=False,
         ),
         Panel(
-            "share certified, %",
+            "margin that proofs leave, %",
             "weight decay",
             {
-                "halve": curve(lambda r: 100 * r["region"]["share"]),
-                "magnitude": curve(lambda r: 100 * r["reuse"]["share"]),
+                "halve": curve(lambda r: 100 * r["region"]["margin_left"]),
+                "magnitude": curve(lambda r: 100 * r["reuse"]["margin_left"]),
             },
             places,
             log=False,
         ),
     ]
     note = ["Top-1: gray dense, green 2:4. Norm: yellow of the stored weights, green with BatchNorm folded in."]
-    note += ["Certified: green against changes of pixels by 4/255, yellow against updates by 0.4 % of the RMS."]
+    note += ["Margin: green if pixels change by 4/255, yellow if weights change by 0.4 % of their layer's RMS."]
     return panels("Weight decay of the dense training", shown, {}, [*note, *about("weight_decay")])
 
 
 def weight_decay_table() -> str:
-    arms = by_arm("weight_decay")
+    arms = decays()
     if not arms:
         return "Not measured yet."
     rows = []
     for arm, records in arms.items():
-        mean = {
-            key: statistics.mean(_at(r, key) for r in records)
-            for key in ("dense_top1", "norms.stored", "norms.folded", "norms.relative", "region.share", "reuse.share")
-        }
+        mean = {key: statistics.mean(_at(r, key) for r in records) for key in ("dense_top1", *_PROVEN)}
         rows.append(
             [
                 arm.replace("e-0", "e-"),
                 f"{100 * mean['dense_top1']:.1f}",
                 *shares(records),
                 f"{mean['norms.stored']:.2f} / {mean['norms.folded']:.2f} / {mean['norms.relative']:.2f}",
-                f"{100 * mean['region.share']:.0f}",
-                f"{100 * mean['reuse.share']:.0f}",
+                *(
+                    f"{100 * mean[f'{proof}.share']:.0f} / {100 * mean[f'{proof}.margin_left']:.0f}"
+                    for proof in ("region", "reuse")
+                ),
             ]
         )
     heads = ["weight decay", "dense top-1, %", "top-1, %", "agreement, %", "KL"]
-    heads += ["norm of what is dropped: stored / folded / relative", "certified at 4/255, %", "after an update, %"]
+    heads += ["norm of what is dropped: stored / folded / relative"]
+    heads += ["pixels: certified / margin left, %", "weights: certified / margin left, %"]
     records = found("weight_decay")
     note = (
         f"{' '.join(about('weight_decay'))} A network is trained for each seed. Norms are the largest singular value, "
-        f"mean over layers; relative to the layer's own. Proofs are of {records[0]['proven_images']} test digits per network, without optimised "
-        f"slopes: pixels by 4/255, or any update of single weights by 0.4 % of the layer's root mean square. "
+        f"mean over layers; relative to the layer's own. Proofs are of {records[0]['proven_images']} test "
+        f"digits per network, without optimised slopes: pixels by 4/255, or any update of single weights by 0.4 % of "
+        f"the layer's root mean square. The margin left is the median share of the masked network's margin that is "
+        f"proven to remain. "
         f"{measured_on(records)}."
     )
     return f"{table(heads, rows)}\n\n{prose(note)}"
+
+
+_PROVEN = (
+    *("norms.stored", "norms.folded", "norms.relative"),
+    *("region.share", "region.margin_left", "reuse.share", "reuse.margin_left"),
+)
 
 
 def _at(record: dict[str, Any], path: str) -> float:
