@@ -103,7 +103,8 @@ def panels(title: str, shown: Sequence[Panel], names: dict[str, str], note: Sequ
     """Curves, one set of axes beside the other; places on the horizontal axis are equally far apart."""
     parts = [text(40, 44, title, "title"), *_legend(45, 78, names)]
     wide = (WIDTH - 40) / len(shown)
-    top, bottom = 140.0, 350.0
+    top = 140.0 if names else 112.0
+    bottom = top + 210
     for number, panel in enumerate(shown):
         left, right = 40 + wide * number + 62, 40 + wide * (number + 1) - 34
         values = [end for curve in panel.curves.values() for _, point in curve for end in (point.low, point.high)]

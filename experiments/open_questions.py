@@ -58,7 +58,7 @@ VIEWS: dict[str, dict[str, Any]] = {
 }
 PATTERNS = ("1:2", "2:4", "4:8", "1:4", "2:8")
 BOUNDS = (0.99, 0.95, 0.9, 0.8, 0.7, 0.5)
-DECAYS = (0.0, 1e-4, 5e-4, 2e-3, 1e-2)
+DECAYS = (0.0, 5e-4, 2e-3, 1e-2)
 
 
 class Arm(NamedTuple):
@@ -95,7 +95,7 @@ def temperature(network: str) -> dict[str, Arm]:
         for t in TEMPERATURES
         for name, noise in NOISES.items()
     }
-    return found | {f"1, {name}; longer": Arm({"noise": NOISES[name]}, LONGER) for name in ("0", "0.3", "1 to 0")}
+    return found | {f"1, {name}; longer": Arm({"noise": NOISES[name]}, LONGER) for name in ("0", "1 to 0")}
 
 
 def start(network: str) -> dict[str, Arm]:

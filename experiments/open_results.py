@@ -211,12 +211,12 @@ def objective_table() -> str:
     parts = [study_table("objective", "objective", lambda _: [([v], k) for k, v in OBJECTIVES.items()], [])]
     for network in NETWORKS:
         arms = by_arm("objective", network)
-        if arms:
-            rows = [
-                [words, *shares([r["unseen"] for r in arms[f"{objective}; half"]])]
-                for objective, words in OBJECTIVES.items()
-                if f"{objective}; half" in arms
-            ]
+        rows = [
+            [words, *shares([r["unseen"] for r in arms[f"{objective}; half"]])]
+            for objective, words in OBJECTIVES.items()
+            if f"{objective}; half" in arms
+        ]
+        if rows:
             heads = ["half of the classes, measured on the others", "top-1, %", "agreement, %", "KL"]
             parts.append(table(heads, rows))
             parts.append(f"{name(network)}, as above.")
@@ -427,6 +427,8 @@ def _causes(rows: list[dict[str, Any]]) -> str:
     """How KL divergence goes along with other facts of layers."""
     kinds = {
         "the error of the outputs": [r["error"] for r in rows],
+        "that of their constant part": [r["bands"]["magnitude"][0] for r in rows],
+        "that of high frequencies": [r["bands"]["magnitude"][-1] for r in rows],
         "the squares that are dropped": [r["dropped"] for r in rows],
         "the offset's share": [r["offset"] for r in rows],
         "the number of weights": [r["weights"] for r in rows],
