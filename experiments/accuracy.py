@@ -91,7 +91,7 @@ class Pictures:
         self.batch = network.batch
         self.passes = 0
         self.mean, self.std = (
-            torch.tensor(values, device=pixels.device).reshape(1, 3, 1, 1) for values in (network.mean, network.std)
+            torch.tensor(values, device=pixels.device).reshape(1, -1, 1, 1) for values in (network.mean, network.std)
         )
 
     def __len__(self) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import open_results
 import sketches
 import tasks
 from certified import certified_figure
@@ -752,6 +753,7 @@ TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
         ("docs/results/speed.md", "loaders", loaders),
         ("docs/results/paper.md", "paper_tables", paper_tables),
         ("docs/results/reuse.md", "reuse", reuse),
+        *(("docs/results/open-questions.md", f"open_{study}", made) for study, made in open_results.TABLES.items()),
         ("docs/results/tasks.md", "scenes", tasks.scenes),
         ("docs/results/tasks.md", "detection", tasks.detection),
         ("docs/results/tasks.md", "segmentation", tasks.segmentation),
@@ -780,6 +782,10 @@ TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
         ("docs/figures/accuracy-time.svg", "accuracy_against_time", accuracy_against_time),
         ("docs/figures/paper.svg", "paper_figure", paper_figure),
         ("docs/figures/reuse.svg", "reuse_figure", reuse_figure),
+        *(
+            (f"docs/figures/open-{study.replace('_', '-')}.svg", f"open_{study}_figure", made)
+            for study, made in open_results.FIGURES.items()
+        ),
         ("docs/figures/speed.svg", "speed_bars", speed_bars),
         ("docs/figures/cpu.svg", "cpu_bars", cpu_bars),
     ]
