@@ -12,6 +12,7 @@ ASSETS has the layout of experiments/accuracy.py, SUBJECTS that of experiments/c
 """
 
 import argparse
+import contextlib
 import io
 import os
 import shlex
@@ -100,7 +101,8 @@ class Running:
     began: float
 
     def stop(self, number: int) -> None:
-        if self.process.poll() is None:
+        """Send a signal to all of its processes, which may outlive the first one."""
+        with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, number)
 
 
@@ -165,6 +167,7 @@ def run_together(names: list[str], options: argparse.Namespace, ends: float, sta
             time.sleep(0.1)
             for job in [job for job in running if job.process.poll() is not None]:
                 running.remove(job)
+                job.stop(signal.SIGKILL)
                 status[job.name] = job.process.returncode
                 print(f"{job.name}: {job.process.returncode} after {time.monotonic() - job.began:.0f} s", flush=True)
             if time.monotonic() - packed > PACK_SECONDS:

@@ -104,3 +104,21 @@ def test_every_script_of_the_jobs_exists():
         first = one.arguments.split()[0]
         assert first == "-m" or (run_gpu.ROOT / first).is_file()
         assert one.after is None or JOBS[one.after].alone
+
+
+def test_what_a_job_leaves_running_ends_with_it(options, monkeypatch):
+    child = "import subprocess, sys; left = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); "
+    jobs = {"leaves": job("l", child + "note.open('a').write(str(left.pid))")}
+    assert run(using(monkeypatch, jobs), options) == {"leaves": 0}
+    pid = int((options.work / "events").read_text().split()[1])
+    ends = time.monotonic() + 5
+    while time.monotonic() < ends and is_running(pid):
+        time.sleep(0.05)
+    assert not is_running(pid)
+
+
+def is_running(pid):
+    try:
+        return "(zombie)" not in Path(f"/proc/{pid}/status").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return False
