@@ -9,8 +9,8 @@ those of random images. Systems are timed in interleaved rounds. torch.compile i
 own process. When one is prepared, all others are stopped until it has been timed. Batch sizes of all processes together
 are at most --images, for the GPU's memory. With --missing, what --out already has is not measured again. Writes
 benchmarks/results/gpu.json (one record per measurement) and gpu_layers.json (one per layer of each plan). Records of
-other networks, dtypes and batch sizes are kept. Does nothing without a GPU. Needs torch, torchvision, numpy and
-safetensors.
+other networks, dtypes and batch sizes are kept. Does nothing without a GPU. With --merge FOLDER, nothing is measured,
+and the gpu.json and gpu_layers.json of another run are merged in. Needs torch, torchvision, numpy and safetensors.
 """
 
 import argparse
@@ -254,10 +254,15 @@ def main() -> None:
     parser.add_argument(
         "--split-networks", nargs="*", help="with --processes: measure halve_dense for these. Default: all"
     )
+    parser.add_argument("--merge", type=Path, metavar="FOLDER", help="merge the files of another run, measure nothing")
     parser.add_argument("--pipes", nargs=2, type=int, help=argparse.SUPPRESS)  # to and from `side_by_side`
     parser.add_argument("--out", type=Path, default=RESULTS / "gpu.json")
     parser.add_argument("--layers-out", type=Path, default=RESULTS / "gpu_layers.json")
     options = parser.parse_args()
+    if options.merge is not None:
+        for path, name in ((options.out, "gpu.json"), (options.layers_out, "gpu_layers.json")):
+            write(path, json.loads((options.merge / name).read_text()))
+        return
     if not torch.cuda.is_available():
         print("bench_gpu: no GPU, nothing measured")
         return

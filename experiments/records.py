@@ -93,24 +93,30 @@ def times() -> dict[tuple[str, int, str], float]:
     return {(r["network"], r["batch"], r["system"]): r["median_ms"] for r in records if r.get("median_ms")}
 
 
-def best_dense(network: str, batch: int) -> float | None:
-    """The fastest dense version: our folded graph on library kernels, or the model under torch.compile."""
+def fastest_dense(network: str, batch: int) -> str | None:
+    """The system of the fastest dense version: our folded graph on library kernels, or torch.compile."""
     ms = times()
-    found = [ms.get((network, batch, system)) for system in DENSE]
-    return min((time for time in found if time is not None), default=None)
+    found = [system for system in DENSE if (network, batch, system) in ms]
+    return min(found, key=lambda system: ms[network, batch, system], default=None)
+
+
+def best_dense(network: str, batch: int) -> float | None:
+    """Milliseconds of the fastest dense version."""
+    system = fastest_dense(network, batch)
+    return None if system is None else times()[network, batch, system]
 
 
 def paired(network: str, batch: int) -> Ratio | None:
-    """The speed-up over the best dense version with its interval; None if rounds were not recorded."""
+    """The speed-up over the fastest dense version with its interval; None if rounds were not recorded."""
     rounds = {
         r["system"]: r["round_ms"]
         for r in recorded("benchmarks/results/gpu.json")
         if (r["network"], r["batch"]) == (network, batch) and "round_ms" in r
     }
-    dense = [rounds[system] for system in DENSE if system in rounds]
-    if "halve" not in rounds or not dense:
+    dense = fastest_dense(network, batch)
+    if "halve" not in rounds or dense not in rounds:
         return None
-    return paired_ratio(min(dense, key=statistics.median), rounds["halve"])
+    return paired_ratio(rounds[dense], rounds["halve"])
 
 
 def networks_and_batches() -> list[tuple[str, int]]:

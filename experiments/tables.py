@@ -3,12 +3,13 @@
 python experiments/tables.py
 """
 
-import re
+import math
 import statistics
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import gpu_speed
 import open_results
 import sketches
 import tasks
@@ -23,20 +24,15 @@ from records import (
     ROOT,
     accuracies,
     accuracy_rows,
-    best_dense,
     is_main,
     learned,
     mask_file,
     measured_on,
     name_of,
-    networks_and_batches,
-    paired,
     percent,
     percents,
     recorded,
     span,
-    speedups,
-    times,
 )
 from studies import (
     PAPER_METHODS,
@@ -57,14 +53,6 @@ ONE_SHOT = {
     "reconstruct": "reconstruct",
     "reconstruct_permuted": "reconstruct, permuted",
 }
-SYSTEMS = {
-    "eager": "eager",
-    "compile": "torch.compile",
-    "compile_freezing": "torch.compile, freezing",
-    "best_dense": "folded, dense",
-    "halve_dense": "our kernels, dense",
-    "halve": "halve",
-}
 CPU_SYSTEMS = {
     "eager": "eager",
     "channels_last": "channels last",
@@ -73,7 +61,6 @@ CPU_SYSTEMS = {
     "openvino": "OpenVINO",
     "halve": "halve",
 }
-SHOWN_BATCHES = (1, 32, 256)  # of layers
 
 
 def headline() -> str:
@@ -82,36 +69,16 @@ def headline() -> str:
     photos = next(row for row in accuracy_rows() if row[2] == "agreement")
     minutes = statistics.mean(r["seconds"] for r in learned(cifar[0])) / 60
     bits, megabytes = mask_file()
-    gpu = recorded("benchmarks/results/gpu.json")[0]
     items = [
         f"- **{percent(cifar, 'halve'):.1f} % top-1** for a 2:4 ResNet-20 on CIFAR-10, where the dense network has "
         f"{percent(cifar, 'dense'):.1f} %. The mask was learned in {minutes:.0f} minutes on one GPU, without labels. "
         f"Keeping the largest weights gives {percent(cifar, 'magnitude'):.1f} %.",
         f"- **{percent(photos, 'halve'):.0f} % of predictions unchanged** in a 2:4 {name_of(photos[0])}, on "
         f"{photos[1]}. Keeping the largest weights leaves {percent(photos, 'magnitude'):.0f} % unchanged.",
-        f"- **{span(speedups(main=True).values())}x the speed** of the best dense version of {_networks(main=True)}, "
-        f"at batches of 1 to 256 ({gpu['dtype']}, {gpu['hardware']}). {_others()}",
+        gpu_speed.headline(),
         f"- **{bits:.2f} bits per weight** for the mask file: {megabytes:.1f} MB for ResNet-50.",
     ]
     return "\n".join(map(prose, items))
-
-
-def _networks(main: bool) -> str:
-    *others, last = dict.fromkeys(name_of(network) for network, _ in speedups(main))
-    return f"{', '.join(others)} and {last}" if others else last
-
-
-def _others() -> str:
-    """The speed of networks that are not in the README's table. Those that are slower than dense are named."""
-    found = speedups(main=False)
-    slower: dict[str, list[str]] = {}
-    for (network, batch), ratio in found.items():
-        if ratio < 0.98:
-            slower.setdefault(name_of(network), []).append(f"{ratio:.2f}x at batch {batch}")
-    faster = [ratio for ratio in found.values() if ratio >= 0.98]
-    others = f"Other networks ({len({network for network, _ in found})}): {span(faster)}x"
-    exceptions = "; ".join(f"{name} {', '.join(times)}" for name, times in slower.items())
-    return f"{others}, except {exceptions}." if slower else f"{others}."
 
 
 def accuracy_brief() -> str:
@@ -125,47 +92,6 @@ def accuracy_brief() -> str:
     minutes = span([r["seconds"] / 60 for r in learned()], "{:.1f}")
     note = f"Mean of {len({r['seed'] for r in learned()})} seeds, {minutes} minutes each on an NVIDIA H200."
     return f"{table(['%', *(METHODS[method] for method in methods)], rows)}\n\n{note}"
-
-
-def speed_brief() -> str:
-    """Whole networks in the README: milliseconds, and the speed-up over the best dense version."""
-    ms, batches = times(), sorted({batch for _, batch in networks_and_batches()})
-    rows = []
-    for network in dict.fromkeys(network for network, _ in networks_and_batches() if is_main(network)):
-        cells = []
-        for batch in batches:
-            dense, ours = best_dense(network, batch), ms.get((network, batch, "halve"))
-            cells.append(f"{ours:.{2 if ours >= 1 else 3}f} ms, **{dense / ours:.2f}x**" if dense and ours else "")
-        rows.append([name_of(network), *cells])
-    sparsity = [f"{ratio:.2f}x ({name_of(network)})" for network, ratio in sparsity_alone().items()]
-    note = prose(
-        f"{measured_on(recorded('benchmarks/results/gpu.json'))}; float16, 224 px, over the faster of torch.compile "
-        f"with freezing and the same folded and fused graph on library kernels. At batch 256, sparsity itself makes "
-        f"the same kernels {' and '.join(sparsity)} faster; the rest of the gain is due to the kernels. {_others()}"
-    )
-    return f"{table(['', *(f'batch {batch}' for batch in batches)], rows)}\n\n{note}"
-
-
-def sparsity_alone() -> dict[str, float]:
-    """The speed-up of our kernels by sparsity itself at batch 256, by network.
-
-    Only where all of the network runs on our kernels: elsewhere, Inductor compiles the rest of one version only.
-    """
-    ms = times()
-    return {
-        network: ms[network, batch, "halve_dense"] / ms[network, batch, "halve"]
-        for network, batch in networks_and_batches()
-        if batch == 256 and network.startswith("resnet") and (network, batch, "halve_dense") in ms
-    }
-
-
-def speed_limit() -> str:
-    """What the README says under "Limits"."""
-    return prose(
-        f"- **Networks.** Speed on a GPU has been measured on {_networks(main=True)}, and on {_networks(main=False)}. "
-        "Where little time is spent in masked layers, the gain comes from fusion and from kernels for depthwise "
-        "convolutions and pooling, not from masks."
-    )
 
 
 def accuracy() -> str:
@@ -240,23 +166,6 @@ def learn_gpu() -> str:
     return f"{table(['one training step', 'time'], rows)}\n\n{note}"
 
 
-def gpu() -> str:
-    """Whole networks on a GPU: milliseconds per batch, and the speed-up over the best dense version."""
-    ms, rows = times(), []
-    systems = {system: name for system, name in SYSTEMS.items() if any(key[2] == system for key in ms)}
-    for network, batch in networks_and_batches():
-        found = [ms.get((network, batch, system)) for system in systems]
-        dense, ours = best_dense(network, batch), ms.get((network, batch, "halve"))
-        ratio = str(paired(network, batch) or f"{dense / ours:.2f}x") if dense and ours else ""
-        rows.append([f"{name_of(network)}, batch {batch}", *("" if t is None else f"{t:.3f}" for t in found), ratio])
-    records = recorded("benchmarks/results/gpu.json")
-    note = (
-        f"{measured_on(records)}; {records[0]['dtype']}, 224 px (`benchmarks/bench_gpu.py`). Systems without a time "
-        "were not part of that run. In brackets: the 95 % interval of the ratio, paired by rounds."
-    )
-    return f"{table(['ms per batch', *systems.values(), 'over the fastest dense'], rows)}\n\n{prose(note)}"
-
-
 def cpu() -> str:
     """Whole networks on a CPU: milliseconds per batch, and the speed-up over torch.compile."""
     records, rows = recorded("benchmarks/results/cpu.json"), []
@@ -293,27 +202,6 @@ def cpu_brief() -> str:
     return f"{table(heads, rows)}\n\n{prose(note)}"
 
 
-def speed_notes() -> str:
-    """What sparsity itself adds, and how PyTorch's own 2:4 compares."""
-    ms = times()
-    semi = [
-        ms[network, batch, "torch_semi_structured"] / ms[network, batch, "halve"]
-        for network, batch in networks_and_batches()
-        if (network, batch, "torch_semi_structured") in ms
-    ]
-    words = " and ".join(f"{ratio:.2f}x on {name_of(network)}" for network, ratio in sparsity_alone().items())
-    notes = [
-        f"- **Sparsity itself** (*our kernels, dense* over *halve*) is worth {words} at batch 256. The rest of the "
-        f"gain is due to the kernels: fusion, the first layer with its pooling, and kernels that start early.",
-    ]
-    if semi:
-        notes.append(
-            f"- **PyTorch's own 2:4** (`to_sparse_semi_structured`) has no convolution. With all layers that it can "
-            f"run, ResNet-50 takes {span(semi, '{:.1f}')} times as long as with halve."
-        )
-    return "\n".join(map(prose, notes))
-
-
 def pool() -> str:
     """Max pooling, which best dense uses too."""
     records = recorded("benchmarks/results/pool.json")
@@ -345,52 +233,16 @@ def photos() -> str:
     ]
     count = records[0]["photos"]
     note = f"{measured_on(records)} (`benchmarks/bench_photos.py`)."
+    peer = "torch, BatchNorm folded"
+    compared = [
+        f"{flips['halve', dtype] - flips[peer, dtype]:+} in {dtype} (two standard errors: "
+        f"{2 * math.sqrt(flips['halve', dtype] + flips[peer, dtype]):.0f})"
+        for dtype in dtypes
+        if (peer, dtype) in flips
+    ]
+    if compared:
+        note = prose(f"{note} halve against PyTorch with BatchNorm folded: {', '.join(compared)}.")
     return f"{table([f'changed predictions of {count:,}', *dtypes], rows)}\n\n{note}"
-
-
-def conv3x3() -> str:
-    """3x3 layers on a GPU: microseconds of our kernel with half of the weights and with all, and of cuDNN."""
-    records, rows = recorded("benchmarks/results/conv3x3.json"), []
-    for record in records:
-        ms = record["median_ms"]
-        kinds = ("wgmma_sp ", "wgmma ", "cudnn")
-        ours, dense, cudnn = (min(time for name, time in ms.items() if name.startswith(kind)) for kind in kinds)
-        cells = [f"{1e3 * time:.1f}" for time in (cudnn, dense, ours)]
-        rows.append(
-            [f"{record['layer']} px, batch {record['batch']}", *cells, f"{cudnn / ours:.2f}x", f"{dense / ours:.2f}x"]
-        )
-    heads = ["microseconds", "cuDNN", "our kernel, all weights", "2:4", "over cuDNN", "over all weights"]
-    return f"{table(heads, rows)}\n\n{measured_on(records)} (`benchmarks/bench_3x3.py`); float16, with bias and ReLU."
-
-
-def gpu_layers() -> str:
-    """Masked layers on a GPU: microseconds dense, on our kernels with all weights, and with half of them."""
-    records = [r for r in recorded("benchmarks/results/gpu_layers.json") if is_main(r["network"])]
-    kinds: dict[tuple[str, str], dict[int, list[dict[str, Any]]]] = {}
-    names = {(r["network"], r["layer"]): re.sub(r" at \d+( x |$)", r" at\1", r["shape"]) for r in records}
-    names = {key: shape.replace(" at x ", " at ").removesuffix(" at") for key, shape in names.items()}
-    for record in records:
-        if record["sparse_ms"] is not None:
-            kind = record["network"], names[record["network"], record["layer"]]
-            kinds.setdefault(kind, {}).setdefault(record["batch"], []).append(record)
-    rows = []
-    for (network, shape), found in kinds.items():
-        cells = []
-        for batch in SHOWN_BATCHES:
-            if batch not in found:
-                cells.append("")
-                continue
-            means = [
-                statistics.mean(1000 * record[kind] for record in found[batch])
-                for kind in ("dense_ms", "our_dense_ms", "sparse_ms")
-            ]
-            words = [f"{time:.1f}" if time < 10 else f"{time:.0f}" for time in means]
-            fastest = means.index(min(means))
-            words[fastest] = f"**{words[fastest]}**"
-            cells.append(" / ".join(words))
-        rows.append([f"{name_of(network)} {shape}", str(max(map(len, found.values()))), *cells])
-    heads = ["library / our kernels dense / sparse, microseconds", "layers", *(f"batch {b}" for b in SHOWN_BATCHES)]
-    return f"{table(heads, rows)}\n\n{measured_on(records)}; {records[0]['dtype']}."
 
 
 CERTIFIED = {  # runs, and how they are called
@@ -603,18 +455,6 @@ def resnet50_accuracy() -> str:
     return table(["%", *(METHODS[method] for method in methods)], rows)
 
 
-def resnet50_speed() -> str:
-    """How fast the compiled network of the ResNet-50 tutorial is."""
-    ms, rows = times(), []
-    for network, batch in networks_and_batches():
-        if network == "resnet50":
-            dense, ours = best_dense(network, batch), ms[network, batch, "halve"]
-            rows.append([f"{batch}", f"{dense:.3f}", f"{ours:.3f}", f"{dense / ours:.2f}x"])
-    records = [r for r in recorded("benchmarks/results/gpu.json") if r["network"] == "resnet50"]
-    heads = ["batch", "best dense, ms", "halve, ms", "speed-up"]
-    return f"{table(heads, rows)}\n\n{measured_on(records)}; {records[0]['dtype']}, 224 px."
-
-
 def fuzz() -> str:
     """How many damaged files were tried."""
     found = recorded("benchmarks/results/fuzz_files.json")
@@ -741,19 +581,22 @@ TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
     for page, name, made in [
         ("README.md", "headline", headline),
         ("README.md", "accuracy_brief", accuracy_brief),
-        ("README.md", "speed_brief", speed_brief),
+        ("README.md", "speed_brief", gpu_speed.speed_brief),
         ("README.md", "cpu_brief", cpu_brief),
-        ("README.md", "speed_limit", speed_limit),
+        ("README.md", "speed_limit", gpu_speed.speed_limit),
         ("README.md", "export_brief", export_brief),
         ("docs/results/accuracy.md", "accuracy", accuracy),
         ("docs/results/accuracy.md", "runs", runs),
         ("docs/results/accuracy.md", "one_shot", one_shot),
         ("docs/results/accuracy.md", "learn_gpu", learn_gpu),
-        ("docs/results/speed.md", "gpu", gpu),
+        ("docs/results/speed.md", "gpu_summary", gpu_speed.gpu_summary),
+        ("docs/results/speed.md", "gpu", gpu_speed.gpu),
         ("docs/results/speed.md", "cpu", cpu),
-        ("docs/results/speed.md", "speed_notes", speed_notes),
-        ("docs/results/speed.md", "gpu_layers", gpu_layers),
-        ("docs/results/speed.md", "conv3x3", conv3x3),
+        ("docs/results/speed.md", "gpu_split", gpu_speed.gpu_split),
+        ("docs/results/speed.md", "gpu_sparsity", gpu_speed.gpu_sparsity),
+        ("docs/results/speed.md", "gpu_layers", gpu_speed.gpu_layers),
+        ("docs/results/speed.md", "conv3x3", gpu_speed.conv3x3),
+        ("docs/results/speed.md", "conv3x3_planned", gpu_speed.conv3x3_planned),
         ("docs/results/speed.md", "pool", pool),
         ("docs/results/speed.md", "photos", photos),
         ("docs/results/speed.md", "loaders", loaders),
@@ -775,9 +618,10 @@ TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
         ("docs/how/export.md", "export_photos", export_photos),
         ("docs/tutorials/resnet50.md", "resnet50_learned", resnet50_learned),
         ("docs/tutorials/resnet50.md", "resnet50_accuracy", resnet50_accuracy),
-        ("docs/tutorials/resnet50.md", "resnet50_speed", resnet50_speed),
+        ("docs/tutorials/resnet50.md", "resnet50_speed", gpu_speed.resnet50_speed),
         ("docs/tutorials/cpu.md", "cpu_tutorial", cpu_brief),
         ("docs/compare.md", "peers", peers),
+        ("benchmarks/NOTES.md", "gpu_goals", gpu_speed.gpu_goals),
         ("SECURITY.md", "fuzz", fuzz),
         ("docs/figures/overview.svg", "figure", figure),
         ("docs/figures/idea.svg", "idea", idea),

@@ -155,3 +155,18 @@ def state_of(pid):
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except FileNotFoundError:
         return None
+
+
+def test_results_of_another_run_are_merged(tmp_path, monkeypatch):
+    def records(batches, **values):
+        return [{"network": "one", "dtype": "float16", "batch": batch} | values for batch in batches]
+
+    (tmp_path / "run").mkdir()
+    for name in ("gpu.json", "gpu_layers.json"):
+        (tmp_path / name).write_text(json.dumps(records((1, 8))))
+        (tmp_path / "run" / name).write_text(json.dumps(records((8, 32), new=True)))
+    arguments = ["--merge", str(tmp_path / "run"), "--out", str(tmp_path / "gpu.json")]
+    monkeypatch.setattr("sys.argv", ["bench_gpu.py", *arguments, "--layers-out", str(tmp_path / "gpu_layers.json")])
+    bench_gpu.main()
+    for name in ("gpu.json", "gpu_layers.json"):
+        assert bench_gpu.read(tmp_path / name) == records([1]) + records((8, 32), new=True)

@@ -238,3 +238,47 @@ def test_listed_runs_are_made_in_their_order_and_those_without_a_plan_are_left_o
     assert '"steps": 7' in second
     assert '"noise": [0.3, 0.0]' in second
     assert "--methods halve_plan_norms --seeds 1" in second
+
+
+def times_of(network, batch, **ms):
+    about = {"network": network, "batch": batch, "dtype": "float16", "hardware": "GPU", "date": "today"}
+    about["versions"] = {"torch": "2"}
+    return [
+        about | {"system": system, "median_ms": time, "energy_mj_per_image": time, "round_ms": [time, 1.01 * time]}
+        for system, time in ms.items()
+    ]
+
+
+@pytest.fixture
+def speed(experiment, monkeypatch):
+    """experiments/gpu_speed.py, with the times of two networks: a ResNet of two layers, and one that is slower."""
+    layer = {"batch": 8, "dense_ms": 0.3, "our_dense_ms": 0.2, "sparse_ms": 0.1, "shape": "64>64 3x3 at 8 x 7 x 7"}
+    found = {
+        "benchmarks/results/gpu.json": times_of("resnet18", 8, best_dense=3.0, halve_dense=1.5, halve=1.0)
+        + times_of("swin_t", 8, compile_freezing=1.8, best_dense=4.0, halve=2.0),
+        "benchmarks/results/gpu_layers.json": [
+            layer | {"network": "resnet18", "layer": "a", "sparse": True},
+            layer | {"network": "resnet18", "layer": "b", "sparse": False},
+            layer | {"network": "swin_t", "layer": "c", "sparse": False},
+        ],
+    }
+    module = experiment("gpu_speed")
+    for place in (module, importlib.import_module("records")):
+        monkeypatch.setattr(place, "recorded", found.__getitem__)
+    return module
+
+
+def test_a_network_that_is_slower_is_named(speed):
+    said = " ".join(speed.gpu_summary().split())
+    assert "In 1 of 2 cases (2 networks at 1 batch sizes)" in said
+    assert "The others: Swin-T at batch 8: 0.90x" in said
+    assert "0.90 times on Swin-T (batch 8)" in said
+    assert "only 0.90x on Swin-T (batch 8)" in speed.headline()
+
+
+def test_a_gain_is_divided_into_kernels_and_sparsity(speed):
+    assert "| ResNet-18 | 2.00 x **1.50** |" in speed.gpu_split()
+    told = speed.gpu_sparsity()
+    assert "| ResNet-18 | 1.10x, 1 of 2 |" in told
+    assert "no sparse layer on Swin-T (batch 8)" in told
+    assert "| 8 | 2 | 3.00x (3.00) | 2.00x (2.00) |" in speed.conv3x3_planned()
