@@ -6,7 +6,7 @@ Needs SciPy and no GPU: it reads what was measured on one. results/conv3x3.json 
 3x3 layers in 2:4, and of the fastest ones with dense weights; results/tile_winners.json has the fastest tile for the
 layers of four networks, and its time. That is from before tiles were chosen by an estimate (later records only have the
 fastest of those that it keeps), and before taps were unrolled: where the unrolled tile fits, it stands for the measured
-one.
+one. Tiles whose channels two warpgroups split did not exist either, so they are left out there.
 
 Constants are fitted to all of it, then again without some of it, which is what the tiles are then chosen for. Prints
 the constants (those of `Costs` in promising.py, up to rounding) and writes benchmarks/results/tiles.json.
@@ -34,7 +34,7 @@ _SIDES = {96: 56, 192: 28, 384: 14, 768: 7}  # of ConvNeXt's Linear layers, by t
 _SHAPE = re.compile(r"(\d+)>(\d+) (\d+)x(\d+)(?:/(\d))? at (\d+)(?: x (\d+) x (\d+))?")
 _FITTED = [field.name for field in dataclasses.fields(Costs)]
 # Known without these measurements: the rates of the tensor cores, the L2 cache and the memory. The rest is guessed.
-_START = Costs(2, 0.2, 0.2, 0.5, 0.70e-3, 1.22e-3, 9e-6, 0.233e-6, 1, 2e-3, 2)
+_START = Costs(2, 0.2, 0.2, 0.5, 0.70e-3, 1.22e-3, 9e-6, 0.233e-6, 1, 0.5, 2e-3, 2)
 _RANGE = 5  # times or a fraction of that
 _SPREAD = 0.1  # relative errors above this count less: some tiles are slow for reasons that are not in the estimate
 
@@ -98,7 +98,8 @@ def layers_of_networks() -> Iterator[Recorded]:
         if (problem, tile) not in seen:
             seen.add((problem, tile))
             times = {tile: record["time_ms"]}
-            yield Recorded(record["network"], family, problem, plans_of(problem), times, complete=False, winner=tile)
+            plans = plans_of(problem, halves=False)
+            yield Recorded(record["network"], family, problem, plans, times, complete=False, winner=tile)
 
 
 def fit(layers: Sequence[Recorded]) -> Costs:
@@ -196,10 +197,11 @@ def _problem(record: dict, sparse: bool, shortcut: Shortcut | None) -> Problem:
     return Problem(convolution, size, sparse, shortcut is None and layer.endswith(last), PROCESSORS, shortcut)
 
 
-def plans_of(problem: Problem) -> dict[str, Tiling]:
-    """The tilings that fit."""
+def plans_of(problem: Problem, halves: bool = True) -> dict[str, Tiling]:
+    """The tilings that fit; without `halves`, those in which no two warpgroups of a block split the channels."""
     how = {name: getattr(problem, name) for name in ("sparse", "residual", "processors", "shortcut")}
-    plans = {name: tiling(problem.convolution, problem.size, tile, **how) for name, tile in TILES.items()}
+    tiles = {name: tile for name, tile in TILES.items() if halves or not tile.halves}
+    plans = {name: tiling(problem.convolution, problem.size, tile, **how) for name, tile in tiles.items()}
     return {name: plan for name, plan in plans.items() if plan is not None}
 
 

@@ -150,17 +150,19 @@ def test_a_scale_applies_to_weight_and_bias_but_not_to_the_residual():
         assert float((got - expected).norm() / expected.norm()) < 1e-3
 
 
-def test_many_tiles_repeated_and_recorded_are_bitwise_the_same():
+@pytest.mark.parametrize("residual", [False, True])
+def test_many_tiles_repeated_and_recorded_are_bitwise_the_same(residual):
     """Large enough that blocks take several tiles; recorded kernels start before the previous one is done."""
-    problem = Problem(conv(128, 128, 3), (96, 28, 28))
+    problem = Problem(conv(128, 128, 3), (96, 28, 28), residual=residual)
     chain = [problem.convolution, replace(problem.convolution, activation="none")]
-    for family, tile in ((WgmmaSparse(), "64x256 own"), (WgmmaSparse(), "128x256"), (WgmmaDense(), "128x128")):
+    sparse = "64x256 own", "128x256", "64x128 own 3x3", "64x128 halves 3x3"
+    for family, tile in (*((WgmmaSparse(), tile) for tile in sparse), (WgmmaDense(), "128x128")):
         packed = family.pack(problem.convolution, problem.tensors)
 
         def run(family=family, tile=tile, packed=packed):
-            x = problem.inputs[0]
+            x, *others = problem.inputs
             for convolution in chain * 4:
-                x = family.run([x], packed, convolution, tile)
+                x = family.run([x, *others], packed, convolution, tile)
             return x
 
         expected = run()

@@ -48,7 +48,7 @@ def test_the_fastest_tile_of_each_layer_is_kept(network, flipped):
     assert all(layer.winner in layer.plans for layer in layers)
     if flipped:
         layers = [
-            dataclasses.replace(layer, problem=other, plans=plans_of(other))
+            dataclasses.replace(layer, problem=other, plans=plans_of(other, halves=False))
             for layer in layers
             if layer.problem.shortcut is None
             for other in [layer.problem._replace(residual=not layer.problem.residual)]

@@ -147,3 +147,30 @@ def test_weights_that_fit_stay_in_shared_memory():
     )
     assert fits.resident
     assert not large.resident
+
+
+def test_halves_need_channels_to_split_and_share_what_they_store():
+    options = {"sparse": True, "residual": True, "processors": 132}
+    halves, own = TILES["64x128 halves 3x3"], TILES["64x128 own 3x3"]
+    assert tiling(conv(channels=64, rows=64), (8, 14, 14), halves, **options) is None
+    plan = tiling(conv(channels=128, rows=64), (8, 14, 14), halves, **options)
+    assert not plan.resident
+    assert plan.exchange - plan.staging == plan.stage_bytes  # of one tile, not of one for each warpgroup
+    assert plan.weights - plan.exchange == -(-plan.pixels // 16) * 16 * 64 * 4  # half of the sums from each
+    assert plan.row_tiles == tiling(conv(channels=128, rows=64), (8, 14, 14), own, **options).row_tiles
+    assert tiling(conv(channels=64), (8, 14, 14), halves, **options, shortcut=Shortcut(64, 1)) is None  # unrolled
+    rolled = TILES["64x128 halves"]
+    assert tiling(conv(channels=64), (8, 14, 14), rolled, **options | {"residual": False}, shortcut=Shortcut(64, 1))
+
+
+def test_residuals_are_loaded_ahead_unless_that_takes_the_buffer_of_the_next_tile():
+    layer, tile = conv(rows=64, channels=64), TILES["64x256 own 3x3"]
+    few, many = ((images, 56, 56) for images in (8, 256))
+    options = {"sparse": True, "processors": 132}
+    assert tiling(layer, few, tile, residual=True, **options).ahead
+    plan = tiling(layer, many, tile, residual=True, **options)
+    assert plan.pixel_slots == 2
+    assert not plan.ahead
+    assert tiling(conv(1, rows=256, channels=64), many, TILES["64x128 own"], residual=True, **options).ahead
+    assert not tiling(layer, few, tile, residual=False, **options).ahead
+    assert not tiling(layer, few, TILES["128x128 3x3"], residual=True, **options).ahead

@@ -18,6 +18,10 @@
 // Layers with few tiles: a cluster of SPLIT blocks shares a tile, and each block sums over a part of the channels. Then each
 // gets the sums of the others for a part of the pixels, through distributed shared memory, and finishes these.
 //
+// HALVES: the two warpgroups share a tile, and each sums over half of the channels, from buffers of its own. Then each gets the
+// sums of the other for half of the pixels, through shared memory, and finishes these. Layers with few tiles and many channels
+// wait for one step after the other: this takes half as many.
+//
 // LIGHT: two blocks fit on a multiprocessor, so that in a recording a block of the next layer can load its weights before this
 // layer is done. That is what layers with few tiles wait for.
 //
@@ -32,11 +36,14 @@
 // metadata of 2:4 blocks is read from registers while products are in flight, which the assembler does not know: `keep` holds
 // them until the products are done.
 //
+// AHEAD: the residual of a tile follows its last box into the same ring of buffers while products run, and the result takes
+// its place. Otherwise it is loaded into the last box, once no product reads that any more.
+//
 // UNROLLED: the taps of a 3x3 window in one box are known to the compiler, and so are their shifts. Weights of the next step
 // are waited for, and their metadata loaded, while the products of a step run.
 //
-// Compile-time parameters: SPARSE, BF16, RESIDUAL, SHORTCUT, OWN, RESIDENT, LIGHT (0, 1), SPLIT (1, 2, 4, 8), BLOCKS,
-// PIXELS (a multiple of 8), PARTS (into which the pixels of a tile are split for storing), STAGES (buffers for these parts per
+// Compile-time parameters: SPARSE, BF16, RESIDUAL, AHEAD, SHORTCUT, OWN, HALVES, RESIDENT, LIGHT (0, 1), SPLIT
+// (1, 2, 4, 8), BLOCKS, PIXELS (a multiple of 8), PARTS (into which the pixels of a tile are split for storing), STAGES (buffers for these parts per
 // warpgroup), ACTIVATE, NEXT (blocks of 64 output channels of the next convolution), ACTIVATE_NEXT, UNROLLED (0, or pixels of
 // a box from one row of the window to the next). launch.py generates `multiply` for PIXELS, in the place of MULTIPLY.
 
@@ -57,7 +64,7 @@ struct Shape {
     int staging, weights, barriers;      // offsets in shared memory
     int lag;                             // steps by which the second warpgroup starts later
     int shortcut_chunks, shortcut_stride, shortcut_bytes;  // of 64 channels of the second input; its stride; bytes of a box
-    int exchange;                        // offset in shared memory of what other blocks of the cluster have summed
+    int exchange;                        // offset in shared memory of what other blocks, or the other warpgroup, have summed
     int next_weights, next_staging;      // offsets in shared memory of the weights and results of the next convolution
     int out_height, out_width, images;   // of the result
     u64 begins;                          // bit t: tap t is the first of its box
@@ -67,11 +74,15 @@ struct Shape {
 constexpr int BLOCK_BYTES = SPARSE ? 4608 : 8192;  // 2 x 2048 bytes of values and 512 of metadata, or 4 x 2048 of values
 constexpr int SLOT_OF_WEIGHTS = BLOCKS * BLOCK_BYTES;
 constexpr int SHARERS = OWN ? 1 : 2;  // warpgroups that share a box
+constexpr bool OWN_TILES = OWN && !HALVES;
+constexpr int SUMMERS = SPLIT * (HALVES ? 2 : 1);  // warpgroups that split the channels of a tile
 constexpr int TILE_CHANNELS = 64 * BLOCKS * SHARERS;
 constexpr int PART_PIXELS = PIXELS / PARTS;
-constexpr bool IN_PLACE = OWN && BLOCKS == 1 && PARTS == 1;  // store from the last box: no product reads it any more
-constexpr int GROUPS = PIXELS / 8, EACH = (GROUPS + SPLIT - 1) / SPLIT;  // of 8 pixels: in a tile, and finished by a block
+constexpr bool IN_PLACE = OWN_TILES && BLOCKS == 1 && PARTS == 1;  // store from the last box: no product reads it any more
+constexpr int GROUPS = PIXELS / 8, EACH = (GROUPS + SUMMERS - 1) / SUMMERS;  // of 8 pixels: in a tile, and finished by each
 static_assert(SPLIT == 1 || (!OWN && BLOCKS == 1), "blocks of a cluster split small tiles");
+static_assert(!HALVES || (SPLIT == 1 && OWN && !RESIDENT && BLOCKS == 1 && PARTS == 1), "halves have their own buffers");
+static_assert(!AHEAD || (RESIDUAL && IN_PLACE), "other tiles load the residual into buffers of its own");
 static_assert(!SHORTCUT || !RESIDUAL, "the shortcut is the residual");
 static_assert(!UNROLLED || !SHORTCUT, "all steps are taps");
 static_assert(!RESIDENT || OWN, "resident weights are shared by warpgroups with their own tiles");
@@ -115,6 +126,9 @@ __device__ __forceinline__ void wait_for_products() {  // until at most N groups
 }
 __device__ __forceinline__ void wait_for_warpgroup(int group) {
     asm volatile("bar.sync %0, 128;" ::"r"(group + 1) : "memory");
+}
+__device__ __forceinline__ void wait_for_both_warpgroups() {
+    asm volatile("bar.sync 3, 256;" ::: "memory");
 }
 
 __device__ __forceinline__ void wait_for_cluster() {  // and for what its threads have written to shared memory
@@ -230,10 +244,11 @@ conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap 
     const int block = RESIDENT ? blockIdx.x / s.row_tiles : blockIdx.x / SPLIT, own_row = RESIDENT ? blockIdx.x % s.row_tiles : 0;
     const int rows_in_turn = RESIDENT ? 1 : s.row_tiles;
     const int total = s.pixel_tiles * rows_in_turn;
-    const int every = OWN ? 2 * blocks : blocks;
-    // Chunks of this block, of the input and then of the shortcut; and steps, of which one chunk has `taps` or one.
-    const int rank = blockIdx.x % SPLIT, all_chunks = s.chunks + (SHORTCUT ? s.shortcut_chunks : 0);
-    const int first_chunk = rank * all_chunks / SPLIT, last_chunk = (rank + 1) * all_chunks / SPLIT;
+    const int every = OWN_TILES ? 2 * blocks : blocks;
+    // Chunks of this block or half, of the input and then of the shortcut; and steps, of which one chunk has `taps` or one.
+    const int rank = HALVES ? __shfl_sync(0xFFFFFFFF, group ? group - 1 : thread / 32 % 2, 0) : blockIdx.x % SPLIT;
+    const int all_chunks = s.chunks + (SHORTCUT ? s.shortcut_chunks : 0);
+    const int first_chunk = rank * all_chunks / SUMMERS, last_chunk = (rank + 1) * all_chunks / SUMMERS;
     const int first_step = min(first_chunk, s.chunks) * s.taps + max(first_chunk - s.chunks, 0);
     const int main_steps = max(min(last_chunk, s.chunks) - first_chunk, 0) * s.taps;
     const int steps = main_steps + min(last_chunk - first_chunk, max(last_chunk - s.chunks, 0));
@@ -255,7 +270,7 @@ conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap 
             wait_for_previous_kernel();
             const int first_slot = warp * s.pixel_slots;
             Ring ring;
-            for (int tile = block + warp * blocks; tile < total; tile += every) {
+            for (int tile = OWN_TILES ? block + warp * blocks : block; tile < total; tile += every) {
                 const Place place(tile / rows_in_turn, s);
                 const int x = place.x * s.stride - s.pad_w, y = place.y * s.stride - s.pad_h;
                 for (int chunk = first_chunk; chunk < last_chunk; ++chunk)
@@ -274,6 +289,14 @@ conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap 
                         }
                         ring.advance(s.pixel_slots);
                     }
+                if (AHEAD) {
+                    const int slot = first_slot + ring.slot;
+                    wait(pixels_free + 8 * slot, ring.phase ^ 1);
+                    expect(pixels_full + 8 * slot, s.stored_bytes);
+                    load_box(base + slot * s.slot_bytes, second, pixels_full + 8 * slot,
+                             (RESIDENT ? own_row : tile % s.row_tiles) * TILE_CHANNELS, place.x, place.y, place.n);
+                    ring.advance(s.pixel_slots);
+                }
             }
         } else if (RESIDENT && warp == 2) {  // copies the weights once
             for (int step = 0; step < steps; ++step) load_weights(step, own_row * BLOCKS, step);
@@ -285,7 +308,7 @@ conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap 
         } else if (!RESIDENT && warp >= 2) {  // copies the weights of one warpgroup
             const int consumer = warp - 2, first_slot = consumer * s.weight_slots;
             Ring ring;
-            for (int tile = OWN ? block + consumer * blocks : block; tile < total; tile += every) {
+            for (int tile = OWN_TILES ? block + consumer * blocks : block; tile < total; tile += every) {
                 const int row = (tile % s.row_tiles * SHARERS + (OWN ? 0 : consumer)) * BLOCKS;
                 for (int step = 0; step < steps; ++step) {
                     wait(weights_free + 8 * (first_slot + ring.slot), ring.phase ^ 1);
@@ -301,16 +324,17 @@ conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap 
     const int consumer = group - 1, t = thread % 128, warp = t / 32, lane = t % 32;
     const int first_pixel_slot = OWN ? consumer * s.pixel_slots : 0;
     const int first_weight_slot = RESIDENT ? 0 : consumer * s.weight_slots;
-    const u32 staging = base + s.staging + consumer * STAGES * s.stage_bytes, own_residual = residual_full + 8 * consumer;
+    const int storing = HALVES ? 0 : consumer;  // the warpgroup that stores what this one finishes
+    const u32 staging = base + s.staging + storing * STAGES * s.stage_bytes, own_residual = residual_full + 8 * storing;
     // Where this lane stores 8x8 matrices of results: rows are pixels, 16-byte pieces of them are swizzled.
     const u32 lane_offset = (lane & 7) * 128 + (((warp * 2 + (lane >> 3 & 1)) ^ (lane & 7)) << 4) + (lane >> 4 & 1) * 1024;
-    const int first_tile = OWN ? block + consumer * blocks : block;
+    const int first_tile = OWN_TILES ? block + consumer * blocks : block;
     if (first_tile >= total) return;
 
     float sums[BLOCKS][PIXELS / 2];
     Ring pixels, weights;
     int stage = 0, held_slot = -1;
-    int lag = SPLIT == 1 && consumer == 0 ? s.lag : 0;  // of the second warpgroup, in the first tile
+    int lag = SUMMERS == 1 && consumer == 0 ? s.lag : 0;  // of the second warpgroup, in the first tile
     u32 residual_phase = 0;
 #if NEXT
     const u32 next_staging = base + s.next_staging + consumer * NEXT * s.stage_bytes;
@@ -321,8 +345,8 @@ conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap 
         for (int half = 0; half < 2; ++half)
             next_shift[m][half] = next_bias ? __ldg(next_bias + m * 64 + warp * 16 + lane / 4 + half * 8) : 0.f;
 #endif
-    if (SPLIT == 1 && consumer == 1) asm volatile("bar.sync 3, 256;" ::: "memory");
-    if (RESIDUAL && t == 0) wait_for_previous_kernel();
+    if (SUMMERS == 1 && consumer == 1) wait_for_both_warpgroups();
+    if (RESIDUAL && !AHEAD && t == 0) wait_for_previous_kernel();
 
     for (int tile = first_tile; tile < total; tile += every) {
         const Place place(tile / rows_in_turn, s);
@@ -337,7 +361,7 @@ conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap 
                 factor[m][half] = scale && row < s.rows ? __ldg(scale + row) : 1.f;
                 shift[m][half] = bias && row < s.rows ? __ldg(bias + row) * factor[m][half] : 0.f;
             }
-        if (RESIDUAL && !IN_PLACE && t == 0) {
+        if (RESIDUAL && !IN_PLACE && t == 0 && storing == consumer) {
             wait_for_stores<0>();
             expect(own_residual, BLOCKS * PARTS * s.stored_bytes);
 #pragma unroll
@@ -441,7 +465,7 @@ conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap 
         if (SPARSE && !RESIDENT) __syncwarp();
         if (lane == 0) {
             if (!RESIDENT) arrive(weights_free + 8 * last);
-            if (!IN_PLACE) arrive(pixels_free + 8 * slot);
+            if (!IN_PLACE || AHEAD) arrive(pixels_free + 8 * slot);
         }
         lag = 0;
 
@@ -499,15 +523,46 @@ conv(const __grid_constant__ TensorMap input, const __grid_constant__ TensorMap 
         }
         continue;
 #endif
+#if HALVES
+        float own[EACH * 4];
+#pragma unroll
+        for (int to = 0; to < 2; ++to)
+#pragma unroll
+            for (int g = 0; g < EACH; ++g) {
+                if (to * EACH + g >= GROUPS) continue;
+                const float* four = sums[0] + (to * EACH + g) * 4;
+                if (to == consumer) own[g * 4] = four[0], own[g * 4 + 1] = four[1], own[g * 4 + 2] = four[2], own[g * 4 + 3] = four[3];
+                else
+                    *reinterpret_cast<float4*>(shared + s.exchange + ((to * EACH + g) * 128 + t) * 16) =
+                        make_float4(four[0], four[1], four[2], four[3]);
+            }
+        if (t == 0 && consumer == 0) wait_for_stores<0>();  // of the previous tile
+        wait_for_both_warpgroups();
+#pragma unroll
+        for (int g = 0; g < EACH; ++g) {
+            if (EACH * 2 > GROUPS && consumer * EACH + g >= GROUPS) continue;
+            const float4 more = *reinterpret_cast<const float4*>(shared + s.exchange + ((consumer * EACH + g) * 128 + t) * 16);
+            own[g * 4] += more.x, own[g * 4 + 1] += more.y, own[g * 4 + 2] += more.z, own[g * 4 + 3] += more.w;
+        }
+        if (RESIDUAL) wait(own_residual, residual_phase), residual_phase ^= 1;
+#pragma unroll
+        for (int j = 0; j < EACH; j += 2)
+            finish(own + j * 4, j + 1 < EACH, staging + (consumer * EACH + j) * 1024, lane_offset, factor[0], shift[0]);
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        wait_for_both_warpgroups();
+        if (t == 0 && consumer == 0) store_box(output, staging, first_row, place.x, place.y, place.n);
+        continue;
+#endif
+        if (AHEAD) take_box();
         held_slot = slot;
-        if (RESIDUAL && IN_PLACE) {
+        if (RESIDUAL && IN_PLACE && !AHEAD) {
             wait_for_warpgroup(consumer);
             if (t == 0) {
                 expect(own_residual, s.stored_bytes);
                 load_box(base + slot * s.slot_bytes, second, own_residual, first_row, place.x, place.y, place.n);
             }
         }
-        if (RESIDUAL) wait(own_residual, residual_phase), residual_phase ^= 1;
+        if (RESIDUAL && !AHEAD) wait(own_residual, residual_phase), residual_phase ^= 1;
 #pragma unroll
         for (int m = 0; m < BLOCKS; ++m)
 #pragma unroll

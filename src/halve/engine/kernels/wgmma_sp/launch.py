@@ -39,6 +39,8 @@ class Variant(NamedTuple):
     light: bool = False
     next: int = 0  # blocks of 64 output channels of the next convolution
     next_activation: str = "none"
+    halves: bool = False
+    ahead: bool = False
     unrolled: int = 0  # pixels from one row of a 3x3 window to the next, if its taps are unrolled
 
     def options(self) -> tuple[str, ...]:
@@ -182,6 +184,8 @@ def variant_of(
         resident=plan.resident,
         split=plan.tile.split,
         light=plan.tile.light,
+        halves=plan.tile.halves,
+        ahead=plan.ahead,
         blocks=plan.tile.blocks,
         pixels=plan.pixels,
         parts=plan.parts,

@@ -24,17 +24,18 @@ _SHARPNESS = 3  # of what is nearly the largest of several times that overlap
 class Costs:
     """What the estimate is made of, in microseconds."""
 
-    launch: float = 2.34  # once
-    wait: float = 0.213  # a step that multiplies little, alone on a multiprocessor: for barriers and weights
-    wait_unrolled: float = 0.119
-    crowd: float = 0.193  # the part of that which each further warpgroup on the multiprocessor adds
-    multiply_sparse: float = 0.705e-3  # a block of 64 x 64 weights with one pixel
-    multiply_dense: float = 1.13e-3
-    load: float = 10.2e-6  # a byte, from the L2 cache to a multiprocessor
-    memory: float = 0.229e-6  # a byte, from or to memory: 4.4 TB/s
-    exchange: float = 2.18  # of sums, in a cluster
-    finish: float = 2.67e-3  # 64 output channels of a pixel, from registers to memory
-    gelu: float = 1.92  # times that, with GELU
+    launch: float = 1.95  # once
+    wait: float = 0.190  # a step that multiplies little, alone on a multiprocessor: for barriers and weights
+    wait_unrolled: float = 0.128
+    crowd: float = 0.161  # the part of that which each further warpgroup on the multiprocessor adds
+    multiply_sparse: float = 0.734e-3  # a block of 64 x 64 weights with one pixel
+    multiply_dense: float = 1.20e-3
+    load: float = 10.6e-6  # a byte, from the L2 cache to a multiprocessor
+    memory: float = 0.243e-6  # a byte, from or to memory: 4.1 TB/s
+    exchange: float = 2.28  # of sums, in a cluster
+    exchange_halves: float = 0.617  # between two warpgroups
+    finish: float = 2.93e-3  # 64 output channels of a pixel, from registers to memory
+    gelu: float = 1.76  # times that, with GELU
 
 
 class Problem(NamedTuple):
@@ -73,20 +74,21 @@ def estimated_us(plan: Tiling, problem: Problem, costs: Costs | None = None) -> 
     if problem.shortcut is not None:
         added = -(-problem.shortcut.channels // SIDE)
     all_steps = chunks * len(plan.shifts) + added
-    steps = -(-all_steps // tile.split) if added else -(-chunks // tile.split) * len(plan.shifts)
+    steps = -(-all_steps // tile.summers) if added else -(-chunks // tile.summers) * len(plan.shifts)
     rounds, groups, on_processor = _schedule(plan, problem.processors)
     working = groups * on_processor  # warpgroups of a multiprocessor
 
     loads = rounds * groups if plan.resident else 1  # resident weights are loaded once, for all tiles of the block
     weight_bytes = steps * tile.blocks * BLOCK_BYTES[problem.sparse] / loads
-    pixel_bytes = (chunks * plan.planes + added) / tile.split * plan.box_pixels * 2 * SIDE / (1 if tile.own else 2)
+    pixel_bytes = (chunks * plan.planes + added) / tile.summers * plan.box_pixels * 2 * SIDE / (1 if tile.own else 2)
     load = working * (weight_bytes + pixel_bytes) * costs.load
     wait = (costs.wait_unrolled if tile.unrolled else costs.wait) * (1 + costs.crowd * (working - 1))
     multiply = costs.multiply_sparse if problem.sparse else costs.multiply_dense
     results = working * tile.blocks * plan.pixels  # of 64 output channels
-    finish = results * costs.finish * (costs.gelu if convolution.activation == "gelu" else 1)
+    finished = results // 2 if tile.halves else results
+    finish = finished * costs.finish * (costs.gelu if convolution.activation == "gelu" else 1)
     tiles = rounds * (_longest(steps * wait, steps * multiply * results, load) + finish)
-    exchange = costs.exchange if tile.split > 1 else 0
+    exchange = costs.exchange if tile.split > 1 else costs.exchange_halves * rounds if tile.halves else 0
     return costs.launch + _longest(tiles + exchange, _bytes(problem, all_steps) * costs.memory)
 
 
@@ -98,7 +100,7 @@ def _schedule(plan: Tiling, processors: int) -> tuple[int, int, int]:
         available = places * (_CLUSTERED if tile.split > 2 else 1)
         blocks = tiles * tile.split
         return math.ceil(blocks / available), 2, -(-min(blocks, places) // processors)
-    if not tile.own:
+    if tile.halves or not tile.own:
         return -(-tiles // places), 2, -(-min(tiles, places) // processors)
     rows = plan.row_tiles if plan.resident else 1  # a block with resident weights stays at one row of tiles
     columns, total = max(1, min(places // rows, tiles // rows)), tiles // rows

@@ -21,10 +21,11 @@ class Tile:
 
     blocks: int  # of 64 output channels, per warpgroup
     pixels: int  # at most; images have rows of any length
-    own: bool = False  # each warpgroup has its own pixels, instead of its own output channels
+    own: bool = False  # each warpgroup has its own boxes of pixels, instead of its own output channels
     split: int = 1  # thread blocks that share the tile, and split the input channels
     light: bool = False  # two thread blocks fit on a multiprocessor
     unrolled: bool = False  # the compiler knows the taps, which are those of a 3x3 window
+    halves: bool = False  # the warpgroups share the tile, and split the input channels
 
     @property
     def channels(self) -> int:
@@ -32,9 +33,13 @@ class Tile:
 
     def __str__(self) -> str:
         split = f"k{self.split}" if self.split > 1 else ""
-        return (
-            f"{self.channels}x{self.pixels}{split}" + " own" * self.own + " light" * self.light + " 3x3" * self.unrolled
-        )
+        kind = " halves" if self.halves else " own" * self.own
+        return f"{self.channels}x{self.pixels}{split}{kind}" + " light" * self.light + " 3x3" * self.unrolled
+
+    @property
+    def summers(self) -> int:
+        """The warpgroups that split the input channels."""
+        return self.split * (2 if self.halves else 1)
 
 
 _TILES = (
@@ -51,6 +56,8 @@ _TILES = (
     Tile(1, 96, light=True),
     Tile(1, 64, own=True, light=True),
     Tile(1, 96, own=True, light=True),
+    Tile(1, 128, own=True, halves=True),
+    Tile(1, 64, own=True, halves=True, light=True),
     Tile(4, 64, own=True),
 )
 TILES = {str(tile): tile for tile in (*_TILES, *(replace(tile, unrolled=True) for tile in _TILES if tile.blocks == 1))}
@@ -99,6 +106,7 @@ class Tiling:
     barriers: int
     shared_bytes: int
     lag: int
+    ahead: bool  # residuals are loaded while products run
 
 
 def supported(convolution: Convolution) -> bool:
@@ -207,31 +215,36 @@ def _fit(
         return None  # storing would write to the margin behind the box
     slot = _rounded(max(box_pixels, split.pixels + max(shifts), stored_pixels)) * _PIXEL_BYTES
     parts = _parts(tile, split.flat)
-    whole = residual or next_rows > 0 or tile.split > 1  # a tile is in shared memory at once
+    whole = residual or next_rows > 0 or tile.summers > 1  # a tile is in shared memory at once
     stages = 0 if in_place else tile.blocks * parts if whole else min(2, tile.blocks * parts)
     stage_bytes = _rounded(max(split.pixels // parts, stored_pixels)) * _PIXEL_BYTES
     chunks, added = -(-convolution.channels // SIDE), 0 if shortcut is None else -(-shortcut.channels // SIDE)
     steps = chunks * len(order) + added
     row_tiles = -(-convolution.rows // tile.channels)
     exchanged = 0
-    if tile.split > 1:
-        if chunks + added < tile.split or split.pixel_tiles * row_tiles * tile.split > processors * (1 + tile.light):
+    if tile.summers > 1:
+        if chunks + added < tile.summers:
             return None
-        finished = -(-split.pixels // 8 // tile.split)  # groups of 8 pixels that a block finishes
-        stage_bytes = max(stage_bytes, tile.split * finished * 8 * _PIXEL_BYTES // parts)
-        exchanged = (tile.split - 1) * 2 * finished * 8 * SIDE * 4
+        if tile.split > 1 and split.pixel_tiles * row_tiles * tile.split > processors * (1 + tile.light):
+            return None
+        finished = -(-split.pixels // 8 // tile.summers)  # groups of 8 pixels that a warpgroup finishes
+        stage_bytes = max(stage_bytes, tile.summers * finished * 8 * _PIXEL_BYTES // parts)
+        senders = 2 if tile.halves else 2 * (tile.split - 1)  # warpgroups
+        exchanged = senders * finished * 8 * SIDE * 4
     weight_bytes = tile.blocks * BLOCK_BYTES[sparse]
     next_blocks = next_rows // SIDE
     next_stored, next_weight_bytes = 2 * next_blocks * stage_bytes, next_blocks * weight_bytes
     available = _HALF_SHARED_BYTES if tile.light else SHARED_BYTES
-    left = available - 2 * stages * stage_bytes - exchanged - next_stored - next_weight_bytes - 1024  # for barriers
+    staged = (1 if tile.halves else 2) * stages * stage_bytes
+    left = available - staged - exchanged - next_stored - next_weight_bytes - 1024  # for barriers
     rings = 2 if tile.own else 1
 
     def boxes(count: int) -> int:  # that the first steps of a tile read
         return sum(begins >> step % len(order) & 1 for step in range(min(count, steps)))
 
     slots_needed = 2
-    resident = tile.own and row_tiles <= processors and steps * (weight_bytes + 16) + 2 * slots_needed * slot <= left
+    resident_bytes = steps * (weight_bytes + 16) + 2 * slots_needed * slot
+    resident = tile.own and not tile.halves and row_tiles <= processors and resident_bytes <= left
     if next_rows and not (resident and split.flat and convolution.rows == tile.channels and next_rows % SIDE == 0):
         return None  # a warpgroup needs all channels of its pixels, and all weights
     if resident:
@@ -242,8 +255,11 @@ def _fit(
                 break
         else:
             return None
+    tiles = split.pixel_tiles if resident else split.pixel_tiles * row_tiles
+    places = processors * (1 + tile.light)
+    blocks = min(places // row_tiles if resident else places, tiles)
     staging = rings * pixel_slots * slot
-    exchange = staging + 2 * stages * stage_bytes
+    exchange = staging + staged
     next_staging = exchange + exchanged
     weights = next_staging + next_stored
     weight_rings = 1 if resident else 2
@@ -283,6 +299,7 @@ def _fit(
         barriers=barriers,
         shared_bytes=barriers + 8 * count,
         lag=min(steps, 4) if len(order) > 1 and boxes(4) <= pixel_slots else 1,
+        ahead=residual and in_place and (pixel_slots > 2 or tiles <= 2 * blocks),
     )
 
 
@@ -299,7 +316,7 @@ def _plain(convolution: Convolution) -> bool:
 
 
 def _in_place(tile: Tile) -> bool:
-    return tile.own and tile.blocks == 1
+    return tile.own and tile.blocks == 1 and not tile.halves
 
 
 def _parts(tile: Tile, flat: bool) -> int:
