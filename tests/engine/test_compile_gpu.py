@@ -57,10 +57,15 @@ def photos(count, size=64, seed=0):
 
 
 @pytest.fixture(scope="module")
-def made():
-    """A network that most tests share: run them in one process (`pytest --dist loadgroup`)."""
+def pruned():
     model = network()
-    masks = halve.prune(model)
+    return model, halve.prune(model)
+
+
+@pytest.fixture(scope="module")
+def made(pruned):
+    """A network that most tests share: run them in one process (`pytest --dist loadgroup`)."""
+    model, masks = pruned
     fast = halve.compile(model, masks, photos(2), batch_sizes=(1, 8), any_size=True)
     return model, masks, fast
 
@@ -209,9 +214,8 @@ def test_a_recording_keeps_the_weights_that_it_reads(made):
     assert len(filled) == 64
 
 
-@shared
-def test_calls_work_while_another_batch_size_is_planned(made):
-    model, masks, _ = made
+def test_calls_work_while_another_batch_size_is_planned(pruned):
+    model, masks = pruned
     fast = halve.compile(model, masks, photos(2))
     recorded_, other = photos(2), photos(3)
     expected, near = fast(recorded_), reference(model, masks, other)
@@ -293,9 +297,8 @@ def test_masks_with_channel_orders_run_sparse():
     close(fast(photos(3)), reference(model, masks, photos(3)))
 
 
-@shared
-def test_single_precision_runs_dense_and_says_why(made):
-    model, masks, _ = made
+def test_single_precision_runs_dense_and_says_why(pruned):
+    model, masks = pruned
     with pytest.warns(EngineWarning, match=r"float16 or bfloat16, got torch\.float32: pass dtype"):
         fast = halve.compile(model, masks, photos(2).float())
     close(fast(photos(2).float()), reference(model, masks, photos(2)), 0.01)
