@@ -1,3 +1,5 @@
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from torch import nn
@@ -23,6 +25,33 @@ def test_timings_are_merged_with_those_of_other_processes(tmp_path):
     assert again.get("a", ["dense torch"]) == {"dense torch": 1.0}
     assert again.get("b", ["dense torch"]) == {"dense torch": 2.0}
     assert again.get("b", ["dense torch", "dense gemm"]) is None
+
+
+def test_timings_of_one_layer_by_several_processes_are_all_kept(tmp_path):
+    path = tmp_path / "timings.json"
+    one, other = TimingCache(path), TimingCache(path)
+    one.put("a", {"dense torch": 1.0})
+    one.save()
+    other.put("a", {"dense gemm": 2.0})
+    other.save()
+    one.put("b", {"dense torch": 3.0})
+    one.save()
+    assert TimingCache(path).known == {"a": {"dense torch": 1.0, "dense gemm": 2.0}, "b": {"dense torch": 3.0}}
+
+
+def test_nothing_is_lost_if_several_save_at_the_same_time(tmp_path):
+    path = tmp_path / "timings.json"
+
+    def put_many(name):
+        cache = TimingCache(path)
+        for number in range(30):
+            cache.put(f"layer {number}", {name: float(number)})
+            cache.save()
+
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(put_many, "abcd"))
+    known = TimingCache(path).known
+    assert known == {f"layer {i}": dict.fromkeys("abcd", float(i)) for i in range(30)}
 
 
 @pytest.mark.parametrize("content", [b"", b"{", b"[1]", b'{"a": 1}', b"\xff\xfe"])

@@ -19,7 +19,12 @@ from halve.engine.kernels.registry import family_of
 from halve.engine.layer import Layer
 from halve.errors import FileError
 from halve.machine import device_name
+from halve.locks import locked
 from halve.masks.storage import write_atomically
+
+
+Times = dict[str, dict[str, float]]
+_LONGEST_WAIT = 10.0  # seconds, for another process that writes
 
 
 class TimingCache:
@@ -35,8 +40,8 @@ class TimingCache:
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
-        self.known: dict[str, dict[str, float]] = _read(path)
-        self._changed = False
+        self.known = _read(path)
+        self._put: Times = {}  # what is not in the file yet
 
     @classmethod
     def of(cls, device: torch.device) -> "TimingCache":
@@ -50,19 +55,21 @@ class TimingCache:
         return {name: found[name] for name in wanted} if all(name in found for name in wanted) else None
 
     def put(self, key: str, times: Mapping[str, float]) -> None:
-        self.known[key] = {**self.known.get(key, {}), **times}
-        self._changed = True
+        for times_of in (self.known, self._put):
+            times_of[key] = {**times_of.get(key, {}), **times}
 
     def save(self) -> None:
         """Write the file, merged with what other processes have written. Errors are ignored."""
-        if self.path is None or not self._changed:
+        if self.path is None or not self._put:
             return
-        self.known = {**_read(self.path), **self.known}
-        try:
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            write_atomically(self.path, json.dumps(self.known, indent=0).encode())
-        except (OSError, FileError):
-            return
+        with locked(self.path.with_suffix(".lock"), _LONGEST_WAIT):
+            written = _read(self.path)
+            merged = written | {key: {**written.get(key, {}), **times} for key, times in self._put.items()}
+            try:
+                write_atomically(self.path, json.dumps(merged, indent=0).encode())
+            except (OSError, FileError):
+                return
+        self.known, self._put = merged, {}
 
 
 def kernel_id(kernel: Kernel) -> str:
@@ -102,7 +109,7 @@ def _libraries() -> str:
     return jit.digest(torch.__version__, str(torch.version.cuda), str(torch.backends.cudnn.version()))
 
 
-def _read(path: Path | None) -> dict[str, dict[str, float]]:
+def _read(path: Path | None) -> Times:
     """The contents of a cache file; empty if it is missing or invalid."""
     if path is None or not os.path.exists(path):
         return {}
