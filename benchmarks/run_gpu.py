@@ -53,6 +53,15 @@ def certify(run: str) -> Job:
     )
 
 
+def learn(seed: int) -> Job:
+    return Job(
+        f"experiments/accuracy.py {{assets}} --network resnet50_v1 --methods halve --seeds {seed} --minutes 2 "
+        "--device cuda --masks {work}/masks --out {work}/accuracy.json",
+        alone=True,
+        environment={"OMP_NUM_THREADS": "8"},
+    )
+
+
 JOBS = {
     "bench": Job(
         f"benchmarks/bench_gpu.py --missing --networks {NETWORKS} --batches 256 1 32 8 --compile-batches 1 8 32 256 "
@@ -60,12 +69,13 @@ JOBS = {
         "--processes 16 --images 1600 --seconds 0.2 --out {work}/gpu.json --layers-out {work}/gpu_layers.json",
         alone=True,
     ),
-    "learn": Job(
-        "experiments/accuracy.py {assets} --network resnet50_v1 --methods halve --seeds 0 --minutes 2 --device cuda "
-        "--masks {work}/masks --out {work}/accuracy.json",
+    "gaps": Job(
+        "benchmarks/bench_gaps.py --network resnet34 --batch 8 --out {work}/gaps_resnet34_8.json",
         alone=True,
-        environment={"OMP_NUM_THREADS": "8"},
     ),
+    "learn": learn(0),
+    "learn_1": learn(1),
+    "learn_2": learn(2),
     "export": Job(
         "experiments/export.py {assets} {work}/export --gpu-only "
         "--masks {work}/masks/resnet50_v1.halve.0.masks.safetensors",
@@ -86,6 +96,10 @@ JOBS = {
         "--out {work}/probe.jsonl"
     ),
     **{name: certify(name) for name in ("resnet20_stage3_0.001", "resnet20_all_1e-05", "resnet20_region_0.0625")},
+    "digits_reuse_radius": Job(
+        "experiments/certify.py {subjects} --processes 8 --out {work}/certify_digits_reuse_radius.json "
+        "--seconds {left} --run digits_reuse_radius"
+    ),
     "soundness": Job(
         "benchmarks/soundness.py --cases 100000 --processes 6 --seconds {left} --out {work}/soundness.json"
     ),
