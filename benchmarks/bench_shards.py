@@ -2,7 +2,7 @@
 
     python benchmarks/bench_shards.py [--images 250000] [--shards 100] [--workers 1] [--note TEXT] [--out FILE]
 
-Writes shards of small labelled JPEG files to a temporary folder (about 600 MB) and reads all of them once, shuffled, in
+Writes shards of small labelled JPEG files to a temporary folder (770 MB) and reads all of them once, shuffled, in
 batches of 250, with `stream=True` and with `stream=False`, each in its own process. Recorded are the time to open the
 data, images per second, and the largest resident size of the process and of its largest worker after a tenth of the
 images and after all of them. Linux only. Writes benchmarks/results/shards.json.

@@ -357,6 +357,15 @@ def test_labels_that_are_not_next_to_their_images_are_refused(tmp_path):
     assert labels(load_data(str(path)).loader) == [7, 8]
 
 
+def test_files_that_would_be_one_endless_sample_are_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "MOST_FILES", 4)
+    path = tar_of(tmp_path / "x.tar", {f"a/camera.{i}.png": encoded(i) for i in range(5)})
+    with pytest.raises(DataError, match=r"x\.tar: more than 4 files in a row belong to the sample a/camera"):
+        streamed(path)
+    tar_of(path, {f"a/camera.{i}.png": encoded(i) for i in range(4)})
+    assert sum(map(len, streamed(path))) == 4
+
+
 def test_a_preprocessing_that_fails_is_named_with_the_image(where):
     def fail(image):
         raise RuntimeError("wants a tensor")

@@ -25,6 +25,7 @@ from halve.sources.images import (
 
 # What is shuffled at a time in each process, still encoded: this many images, or fewer if they are large.
 BUFFER_IMAGES, BUFFER_BYTES = 1000, 128 * 2**20
+MOST_FILES = 100  # of a sample, which is held in memory until it is complete
 _READ_BYTES = 2**20  # at once from a file
 
 Sample = tuple[Picture, bytes]
@@ -88,8 +89,13 @@ class Shards(IterableDataset[Any]):
 def read_shard(path: Path) -> Iterator[Sample]:
     """The images of a tar in their order, each with its content; the files of a sample must be neighbours."""
     images = 0
-    for _, group in itertools.groupby(_files(path), key=lambda file: sample_key(file[0].name)):
-        files = list(group)
+    for key, group in itertools.groupby(_files(path), key=lambda file: sample_key(file[0].name)):
+        files = list(itertools.islice(group, MOST_FILES + 1))
+        if len(files) > MOST_FILES:
+            raise DataError(
+                f"{path}: more than {MOST_FILES} files in a row belong to the sample {key}, as their names are the "
+                f"same up to the first dot; read these shards without streaming"
+            )
         labels = {
             file.name.rpartition(".")[2]: label_in(file.where, content)
             for file, content in files
