@@ -8,10 +8,12 @@ import sys
 import types
 
 import pytest
+from torch.utils.data import DataLoader, IterableDataset
 
 import halve
 from halve import progress
 from halve.batches import tracked
+from halve.cli.progress import track as progress_bar
 from halve.progress import StatusLine, bar, is_watched, track
 from tests.processes import environment
 from tests.tiny import convnet, images, labels
@@ -179,3 +181,12 @@ def test_progress_is_shown_in_a_real_terminal_and_not_in_a_pipe(watched):
     os.close(ours)
     assert (b"learning" in shown) == watched
     assert watched or shown == b""
+
+
+@pytest.mark.parametrize("show", [track, progress_bar])
+def test_a_stream_without_a_length_is_tracked(terminal, show):
+    class Stream(IterableDataset):
+        def __iter__(self):
+            return iter(range(6))
+
+    assert [batch.tolist() for batch in show(DataLoader(Stream(), 3), "batches")] == [[0, 1, 2], [3, 4, 5]]

@@ -51,7 +51,7 @@ class StatusLine:
 
 def track(items: Iterable[T], what: str) -> Iterator[T]:
     """Yield the items, and show how many are done and how long the rest will take."""
-    total = len(items) if isinstance(items, Sized) else None
+    total = known_length(items)
     line, started = StatusLine(), time.monotonic()
     if not _in_notebook():  # where a line leaves a gap, even if it is gone at once
         line.show(described(what, 0, total, 0.0))
@@ -61,6 +61,18 @@ def track(items: Iterable[T], what: str) -> Iterator[T]:
             line.show(described(what, done, total, time.monotonic() - started))
     finally:
         line.clear()
+
+
+def known_length(items: Iterable[Any]) -> int | None:
+    """How many items there are; None if that is not known, as for a stream.
+
+    >>> known_length([1, 2]), known_length(iter([1, 2]))
+    (2, None)
+    """
+    try:
+        return len(items) if isinstance(items, Sized) else None
+    except TypeError:  # a DataLoader over an IterableDataset has a __len__ that raises
+        return None
 
 
 def described(what: str, done: int, total: int | None, seconds: float) -> str:

@@ -22,7 +22,7 @@ from halve.select.select import SelectOptions
 from halve.sources.data import load_data
 from halve.sources.models import load_model
 from halve.sources.weights import save_state
-from tests.pictures import class_folders
+from tests.pictures import class_folders, encoded, tar_of
 from tests.processes import environment
 
 FAST = ("--steps", "4", "--batch", "8")
@@ -297,6 +297,43 @@ def test_recalibrated_masks_are_judged_again(halve, net, many):
     held = list(hold_back(load_data(many, batch_size=8, shuffle=True).loader).held_back)
     model, masks = load_model("zoo.py:net", Path("net.safetensors")).model, library.load("net.masks.safetensors")
     assert after["kl"] == pytest.approx(library.evaluate(model, masks, held).kl, rel=1e-3)
+
+
+@pytest.fixture
+def shards(folder):
+    """Four shards of 20 images with labels."""
+    for i in range(4):
+        members = {}
+        for j in range(20 * i, 20 * i + 20):
+            members |= {f"{j:03}.png": encoded(j), f"{j:03}.cls": b"%d" % (j % 6)}
+        tar_of(folder / f"train-{i:06}.tar", members)
+    return "train-{000000..000003}.tar"
+
+
+@pytest.mark.parametrize("workers", ["0", "1"])
+def test_shards_are_streamed(halve, net, shards, workers):
+    reading = ("--data", shards, "--stream", "--workers", workers)
+    learned = halve("learn", *net, *reading, *QUICK, "--json").json
+    assert learned["quality"]["images"] == 8
+    assert learned["quality"]["source"].startswith("the first images of the stream")
+    masks = ("--masks", "net.masks.safetensors")
+    result = halve("evaluate", *net, *masks, *reading, "--json").json
+    assert result["images"] == 80
+    assert result == halve("evaluate", *net, *masks, "--data", shards, "--json").json
+    assert halve("evaluate", *net, *masks, *reading, "--images", "30", "--json").json["images"] == 30
+    halve("prune", *net, *reading, "--score", "wanda", "--out", "pruned.masks.safetensors")
+    assert halve("recalibrate", *net, *masks, *reading, "--json").json["images"] == 80
+
+
+def test_a_stream_that_is_recalibrated_on_needs_other_images_to_judge_by(halve, net, shards):
+    reading = ("--data", shards, "--stream", *QUICK, "--recalibrate")
+    assert "--recalibrate with --stream needs --validation" in halve("learn", *net, *reading, code=2).err
+    assert halve("learn", *net, *reading, "--validation", "photos", "--json").json["quality"]["recalibrated"]
+
+
+def test_a_stream_with_dali_or_without_shards_is_refused(halve, net, shards):
+    assert "--loader dali" in halve("learn", *net, "--data", shards, "--stream", "--loader", "dali", code=2).err
+    assert "--stream reads tars" in halve("learn", *net, "--data", "photos", "--stream", code=2).err
 
 
 # Eight pictures tell the data of runs apart, and twelve are two batches; what comes after them is bad.

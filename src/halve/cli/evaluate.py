@@ -46,6 +46,7 @@ def evaluate(
     std: o.Std = None,
     workers: o.Workers = None,
     loader: o.LoaderOption = "pillow",
+    stream: o.Stream = False,
     device: o.Device = "auto",
     on_changed: o.OnChanged = "warn",
     json: o.Json = False,
@@ -59,7 +60,8 @@ def evaluate(
     """
     opened = o.open_model(model, weights, device, size, resize, mean, std)
     lists = {"lists": True} if task == "detection" else {}
-    source = opened.data(data, batch=batch, workers=workers, loader=loader, limit=images, classes_file=classes, **lists)
+    reading: dict[str, Any] = {"batch": batch, "workers": workers, "loader": loader, "stream": stream, **lists}
+    source = opened.data(data, **reading, limit=images, classes_file=classes)
     # all of them, before anything takes long
     read: dict[str, halve.MaskSet | None] = {str(path): halve.load(path) for path in masks or ()}
     results = {

@@ -12,7 +12,7 @@ from halve.cli import progress, show
 from halve.cli.learning_page import LearningPage
 from halve.cli.output import LOG, MASKS, REPORT, RUN_STATE, Output, is_first_rank, reads
 from halve.cli.signature import derived, with_options
-from halve.errors import DataError, FileError, HalveError, LearningError
+from halve.errors import DataError, FileError, HalveError, LearningError, OptionError
 from halve.learn import held_back
 from halve.learn.probe import Estimate
 from halve.learn.reporting import Report, is_log
@@ -85,6 +85,7 @@ def learn(
     std: o.Std = None,
     workers: o.Workers = None,
     loader: o.LoaderOption = "pillow",
+    stream: o.Stream = False,
     device: o.Device = "auto",
     force: o.Force = False,
     json: o.Json = False,
@@ -97,6 +98,8 @@ def learn(
     \b
     halve learn zoo.py:net --weights net.safetensors --data photos/ --minutes 5
     """
+    if recalibrate and stream and given["validation"] is None:
+        raise OptionError("--recalibrate with --stream needs --validation: images held back from a stream may recur")
     path = out or o.default_masks_path(model, weights)
     state = given.pop("run_state") or path.with_name(path.name.removesuffix(SUFFIX) + LEARNING_SUFFIX)
     log = given["log"]
@@ -121,7 +124,7 @@ def learn(
         "classes_file": classes,
         "relabel": True,
     }
-    source = opened.data(data, **reading, limit=images, shuffle=True, seed=seed)
+    source = opened.data(data, **reading, limit=images, shuffle=True, seed=seed, stream=stream)
     if min_agreement is not None:
         _check_validation(source, given["validation"])
 
@@ -184,7 +187,8 @@ def learn(
 
 def _check_validation(source: Data, validation: str | None) -> None:
     """Raise if there will be no images to measure agreement on."""
-    if validation == NO_VALIDATION or (validation is None and not held_back.count(source.images)):
+    too_few = source.images is not None and not held_back.count(source.images)
+    if validation == NO_VALIDATION or (validation is None and too_few):
         raise DataError(
             f"--min-agreement needs images to measure on: pass --validation, or --data with at least "
             f"{held_back.TOO_FEW} images, got {source.images}"

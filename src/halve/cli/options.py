@@ -25,12 +25,9 @@ MaskFiles = Annotated[
     list[Path] | None,
     typer.Option("--masks", help="Mask file, as written by 'halve learn' or 'halve prune'. Repeatable, to compare."),
 ]
-DataPath = Annotated[
-    str, typer.Option("--data", help="Image folder, .tar, 'shard-{000..003}.tar', 'digits' or 'letters'.")
-]
-OptionalData = Annotated[
-    str | None, typer.Option("--data", help="Image folder, .tar, 'shard-{000..003}.tar', 'digits' or 'letters'.")
-]
+_DATA = "Image folder, .tar, WebDataset shards as 'train-{000000..000099}.tar' or a glob, 'digits' or 'letters'."
+DataPath = Annotated[str, typer.Option("--data", help=_DATA)]
+OptionalData = Annotated[str | None, typer.Option("--data", help=_DATA)]
 Out = Annotated[Path, typer.Option(help="File to write.")]
 OptionalOut = Annotated[Path | None, typer.Option(help="File to write; by default beside the checkpoint.")]
 OptionalMasksOut = Annotated[
@@ -58,6 +55,12 @@ Workers = Annotated[
 LoaderOption = Annotated[
     str,
     typer.Option("--loader", help="What decodes images: pillow, or dali for NVIDIA DALI (pip install 'halve[dali]')."),
+]
+Stream = Annotated[
+    bool,
+    typer.Option(
+        "--stream", help="Read shards from start to end, without listing their images first: for data of any size."
+    ),
 ]
 OnChanged = Annotated[
     str, typer.Option(help="If the weights changed since the masks were made: warn, error or ignore.")

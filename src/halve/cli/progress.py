@@ -1,6 +1,6 @@
 """Progress bars and status lines, on standard error."""
 
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from rich.progress import (
@@ -19,6 +19,7 @@ from rich.text import Text
 from halve.cli import show
 from halve.learn.probe import Estimate
 from halve.learn.reporting import Report
+from halve.progress import known_length
 
 
 class _Rate(ProgressColumn):
@@ -30,7 +31,7 @@ def track(items: Iterable[Any], what: str) -> Iterator[Any]:
     """Yield the items with a progress bar: live on a terminal, its final state in a log."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Rate(), TimeRemainingColumn())
     with Progress(*columns, console=show.ERR, transient=show.ERR.is_terminal) as progress:
-        yield from progress.track(items, total=len(items) if isinstance(items, Sized) else None, description=what)
+        yield from progress.track(items, total=known_length(items), description=what)
 
 
 class Learning:

@@ -43,6 +43,7 @@ def prune(
     std: o.Std = None,
     workers: o.Workers = None,
     loader: o.LoaderOption = "pillow",
+    stream: o.Stream = False,
     device: o.Device = "auto",
     force: o.Force = False,
     json: o.Json = False,
@@ -61,7 +62,7 @@ def prune(
     batches = None
     if data is not None:
         batches = opened.data(
-            data, batch=batch, workers=workers, loader=loader, limit=images, shuffle=True, seed=seed
+            data, batch=batch, workers=workers, loader=loader, stream=stream, limit=images, shuffle=True, seed=seed
         ).loader
     masks = halve.prune(
         opened.model,

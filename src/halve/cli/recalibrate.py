@@ -25,6 +25,7 @@ def recalibrate(
     std: o.Std = None,
     workers: o.Workers = None,
     loader: o.LoaderOption = "pillow",
+    stream: o.Stream = False,
     device: o.Device = "auto",
     on_changed: o.OnChanged = "warn",
     force: o.Force = False,
@@ -41,7 +42,9 @@ def recalibrate(
     path = out or masks.with_name(f"{masks.name.removesuffix(SUFFIX)}.recalibrated{SUFFIX}")
     output = Output.open(context, path, MASKS, reads(MODEL=model, weights=weights, masks=masks, data=data), force)
     opened = o.open_model(model, weights, device, size, resize, mean, std)
-    source = opened.data(data, batch=batch, workers=workers, loader=loader, limit=images, shuffle=True, seed=seed)
+    source = opened.data(
+        data, batch=batch, workers=workers, loader=loader, stream=stream, limit=images, shuffle=True, seed=seed
+    )
     found = halve.recalibrate(
         opened.model,
         halve.load(masks),

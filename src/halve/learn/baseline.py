@@ -1,7 +1,7 @@
 """The best one-shot masks that fit into the budget: learned masks must be better to be worth learning."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,6 +11,7 @@ from halve.learn.initialization import Inputs, Layers
 from halve.learn.settings import Settings
 from halve.learn.validation import Quality, Validation
 from halve.masks.mask import Mask, MaskSet
+from halve.progress import known_length
 from halve.prune.score import ScoreInputs
 from halve.prune.scores import SCORES
 from halve.select.select import Choice
@@ -128,7 +129,7 @@ def _limited(progress: Progress | None, deadline: float, stop: Callable[[], bool
     """A progress display that raises `_OutOfTimeError` as soon as a loop is expected to end after the deadline."""
 
     def watch(items: Iterable[Any], what: str) -> Iterator[Any]:
-        total, started = len(items) if isinstance(items, Sized) else 1, time.perf_counter()
+        total, started = known_length(items) or 1, time.perf_counter()
         for done, item in enumerate(tracked(items, progress, f"one-shot masks: {what}")):
             now = time.perf_counter()
             expected = now if not done else started + (now - started) / done * max(total, done)

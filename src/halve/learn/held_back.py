@@ -21,6 +21,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 from halve.batches import as_batches
 from halve.learn.batch_parts import images_in, part_of
+from halve.progress import known_length
 
 SHARE = 0.05
 LEAST, MOST = 8, 512
@@ -144,7 +145,7 @@ def _split_stream(data: Any) -> Split:
     head = next(batches, None)
     if head is None:
         return Split(kind, data, reason=_too_few(0))
-    known = _length(data)
+    known = known_length(data)
     wanted = MOST_OF_STREAM if known is None else min(count(known * images_in(head)), MOST_OF_STREAM)
     for batch in itertools.chain([head], batches):
         taken.append(batch)
@@ -160,14 +161,6 @@ def _split_stream(data: Any) -> Split:
     if not wanted:
         return Split(kind, rest, reason=_too_few(images))
     return Split(kind, rest, held, wanted, "the first images of the stream, which may recur")
-
-
-def _length(data: Any) -> int | None:
-    """Number of batches, if the data says."""
-    try:
-        return len(data)
-    except TypeError:  # a DataLoader over an IterableDataset has a __len__ that raises
-        return None
 
 
 def first(batches: Iterable[Any], images: int) -> Iterator[Any]:

@@ -1,11 +1,12 @@
 """An endless stream of batches that counts epochs and can skip what a resumed run has seen."""
 
-from collections.abc import Iterator, Sized
+from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
 from halve.batches import as_batches, iterate
 from halve.learn.batch_parts import images_in
+from halve.progress import known_length
 
 
 class BatchStream:
@@ -34,12 +35,8 @@ class BatchStream:
     @property
     def length(self) -> int | None:
         """Batches per epoch and process; None if the data does not say."""
-        if not isinstance(self._data, Sized):
-            return None
-        try:
-            return len(self._data) // self._processes
-        except TypeError:  # a DataLoader over an IterableDataset has a __len__ that raises
-            return None
+        batches = known_length(self._data)
+        return None if batches is None else batches // self._processes
 
     def peek(self) -> Any:
         """The next batch, without taking it; the same on all processes. Raises `DataError` if there is none."""

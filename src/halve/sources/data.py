@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
-from torch.utils.data import DataLoader, Dataset, Subset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset, default_collate
 
 from halve.errors import DataError, OptionError, listed
-from halve.sources.images import Pictures, different_sizes, find_pictures
+from halve.sources.images import Pictures, different_sizes, find_pictures, find_tars
 from halve.sources.preprocessing import Preprocessing
+from halve.sources.shards import Shards
 
 Loader = Literal["pillow", "dali"]
 Decode = Callable[[Iterable[Any]], Iterable[Any]]  # batches of encoded images to batches of tensors
@@ -19,10 +20,13 @@ Decode = Callable[[Iterable[Any]], Iterable[Any]]  # batches of encoded images t
 
 @dataclass(frozen=True)
 class Data:
-    """Batches that can be iterated over repeatedly; `classes[i]` is the model's output for label i, if known."""
+    """Batches that can be iterated over repeatedly; `classes[i]` is the model's output for label i, if known.
+
+    `images` is how many there are, None if they are streamed.
+    """
 
     loader: "Batches"
-    images: int
+    images: int | None
     class_names: tuple[str, ...] = ()
     classes: tuple[int, ...] | None = None
 
@@ -41,6 +45,7 @@ def load_data(
     lists: bool = False,
     loader: Loader = "pillow",
     device: torch.device | str = "cpu",
+    stream: bool = False,
 ) -> Data:
     """Load images from a folder, from tars, or the built-in digits and letters.
 
@@ -58,6 +63,28 @@ def load_data(
         loader: What decodes the images of folders and tars: "pillow", or "dali" for NVIDIA DALI (`halve[dali]`), with
             as many threads as `workers`. Default: "pillow".
         device: Where DALI decodes JPEG and leaves the batches. Default: "cpu".
+        stream: Read tars from start to end instead of listing their images first, for data of any size: memory does not
+            grow with the number of images, which stays unknown. Shuffles the order of the tars, and the images in a
+            buffer of 1,000 per process; with `limit`, reads as few tars as that takes. Tars are shared out among the
+            `workers`, and the order depends on their number. Labels are .cls files or the "label" in .json files next
+            to the images; folders in tars are no classes. Default: False.
+
+    >>> import io, tarfile, tempfile
+    >>> from PIL import Image
+    >>> folder = tempfile.TemporaryDirectory()
+    >>> for shard in range(2):
+    ...     with tarfile.open(f"{folder.name}/{shard:06}.tar", "w") as tar:
+    ...         for name in (f"{shard}0.png", f"{shard}0.cls", f"{shard}1.png", f"{shard}1.cls"):
+    ...             file = io.BytesIO(b"7")
+    ...             if name.endswith(".png"):
+    ...                 Image.new("RGB", (8, 8)).save(file, "PNG")
+    ...             member = tarfile.TarInfo(name)
+    ...             member.size = len(file.getvalue())
+    ...             tar.addfile(member, io.BytesIO(file.getvalue()))
+    >>> data = load_data(f"{folder.name}/{{000000..000001}}.tar", batch_size=3, stream=True)
+    >>> [(list(images.shape), labels.tolist()) for images, labels in data.loader]
+    [([3, 3, 8, 8], [7, 7, 7]), ([1, 3, 8, 8], [7])]
+    >>> folder.cleanup()
     """
     if loader not in get_args(Loader):
         raise OptionError(f"loader must be one of {listed(get_args(Loader))}, got {loader!r}")
@@ -67,6 +94,12 @@ def load_data(
         )
     if not where:
         raise DataError("no images given: name a folder, a .tar, 'digits' or 'letters'")
+    generator = torch.Generator().manual_seed(seed)
+    if stream:
+        paths = _tars(where, loader, classes_file)
+        streamed = Shards(paths, preprocess or Preprocessing(), shuffle=shuffle, seed=seed, limit=limit)
+        workers = min(workers, len(paths))
+        return Data(Batches(_loader(_GuardedStream(streamed), batch_size, generator, workers, lists)), None)
     dataset: Dataset[Any]
     decode: Decode | None = None
     if loader == "dali" and where.partition(":")[0] in ("digits", "letters"):
@@ -90,22 +123,39 @@ def load_data(
             decode = Decoder(steps, batch_size, workers, torch.device(device), lists)
         else:
             dataset = Pictures(pictures, found, preprocess or Preprocessing())
-    generator = torch.Generator().manual_seed(seed)
     total = len(dataset)
     if limit is not None and limit < total:
         dataset = Subset(dataset, torch.randperm(total, generator=generator)[:limit].sort().values.tolist())
         total = limit
-    batches = DataLoader(
-        _Guarded(dataset),
-        batch_size,
-        shuffle=shuffle,
-        generator=generator,
-        num_workers=workers,
-        collate_fn=_listed if lists or decode else _collate,
-        persistent_workers=workers > 0,
-    )
+    batches = _loader(_Guarded(dataset), batch_size, generator, workers, bool(lists or decode), shuffle=shuffle)
     classes = None if classes_file is None else _classes(names, Path(classes_file), where)
     return Data(Batches(batches, classes if relabel and not lists else None, decode), total, names, classes)
+
+
+def _tars(where: str, loader: Loader, classes_file: str | Path | None) -> list[Path]:
+    """The tars to stream; raises if they cannot be streamed."""
+    if loader == "dali":
+        raise OptionError("--loader dali cannot be combined with --stream: use --loader pillow")
+    if classes_file is not None:
+        raise OptionError("--classes cannot be combined with --stream: its labels are numbers, not class folders")
+    built_in = where.partition(":")[0] in ("digits", "letters")
+    if built_in or not (paths := find_tars(where)):
+        raise DataError(f"--stream reads tars, such as 'train-{{000000..000099}}.tar'; {where} has none")
+    return paths
+
+
+def _loader(
+    dataset: Dataset[Any], batch_size: int, generator: torch.Generator, workers: int, lists: bool, **options: Any
+) -> DataLoader[Any]:
+    return DataLoader(
+        dataset,
+        batch_size,
+        generator=generator,
+        num_workers=workers,
+        collate_fn=_listed if lists else _collate,
+        persistent_workers=workers > 0,
+        **options,
+    )
 
 
 @dataclass(frozen=True)
@@ -129,6 +179,23 @@ class _Guarded(Dataset[Any]):
             return self._dataset[index]
         except DataError as error:
             return _Broken(str(error))
+
+
+class _GuardedStream(IterableDataset[Any]):
+    """An iterable dataset that returns its first error as an item, and ends."""
+
+    def __init__(self, dataset: Iterable[Any]) -> None:
+        self._dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        return _guarded(iter(self._dataset))
+
+
+def _guarded(items: Iterator[Any]) -> Iterator[Any]:
+    try:
+        yield from items
+    except DataError as error:
+        yield _Broken(str(error))
 
 
 class Batches:

@@ -3,6 +3,7 @@
 import glob
 import io
 import itertools
+import json
 import os
 import re
 import stat
@@ -20,6 +21,7 @@ from torch.utils.data import Dataset
 from halve.errors import DataError, first_line, listed
 
 ENDINGS = (".jpg", ".jpeg", ".png", ".webp", ".bmp", ".ppm", ".tif", ".tiff")
+LABEL_ENDINGS = (".cls", ".json")
 
 
 @dataclass(frozen=True)
@@ -59,14 +61,21 @@ class Pictures(Dataset[Any]):
 
     def __getitem__(self, index: int) -> Any:
         picture = self.pictures[index]
-        with reading(picture), Image.open(io.BytesIO(picture.read())) as image:
-            decoded = as_rgb(image)
-        try:
-            result = self.transform(decoded)
-        except Exception as error:  # the model's or the user's preprocessing may raise anything
-            what = f"preprocessing failed on {picture.where} ({decoded.width}x{decoded.height} pixels)"
-            raise DataError(f"{what}: {first_line(error)}") from error
-        return result if picture.label is None else (result, picture.label)
+        with reading(picture):
+            content = picture.read()
+        return prepared(picture, content, self.transform)
+
+
+def prepared(picture: Picture, content: bytes, transform: Callable[[Any], Any]) -> Any:
+    """Decode a picture and transform it; (result, label) if it has a label."""
+    with reading(picture), Image.open(io.BytesIO(content)) as image:
+        decoded = as_rgb(image)
+    try:
+        result = transform(decoded)
+    except Exception as error:  # the model's or the user's preprocessing may raise anything
+        what = f"preprocessing failed on {picture.where} ({decoded.width}x{decoded.height} pixels)"
+        raise DataError(f"{what}: {first_line(error)}") from error
+    return result if picture.label is None else (result, picture.label)
 
 
 @contextmanager
@@ -109,15 +118,21 @@ def is_hidden(name: str) -> bool:
 
 def find_pictures(where: str) -> tuple[list[Picture], list[str]]:
     """Pictures and class names of a folder (with or without class folders), a tar, or `shard-{000..003}.tar`."""
+    paths = find_tars(where)
+    return _in_tars(paths) if paths else _in_folder(Path(where))
+
+
+def find_tars(where: str) -> list[Path]:
+    """The tars that a folder, a path, a glob or `shard-{000..003}.tar` names; none if it is a folder without tars."""
     path = Path(where)
     if path.is_dir() and not (tars := sorted(path.glob("*.tar"))):
-        return _in_folder(path)
+        return []
     paths = tars if path.is_dir() else [path] if path.is_file() else expand(where)
     if not paths:
         raise DataError(f"{where}: no such folder or tar file; 'digits' is the built-in dataset")
     if strange := [p for p in paths if p.suffix != ".tar" or (p.exists() and not p.is_file() and not p.is_dir())]:
         raise DataError(f"{listed(strange)}: images must be in folders or uncompressed .tar files")
-    return _in_tars(paths)
+    return paths
 
 
 def _in_folder(folder: Path) -> tuple[list[Picture], list[str]]:
@@ -161,18 +176,22 @@ def _in_tars(paths: Sequence[Path]) -> tuple[list[Picture], list[str]]:
     found: list[tuple[Picture, str]] = []
     labels: dict[str, int] = {}
     for path in paths:
+        last = ""
         try:
             with tarfile.open(path, "r:") as tar:
                 for member in tar:
-                    folder, _, base = member.name.rpartition("/")
+                    last = member.name
                     if not member.isfile() or any(map(is_hidden, member.name.split("/"))):
                         continue
-                    key = f"{path}/{folder}/{base.partition('.')[0]}"
-                    if base.lower().endswith(ENDINGS):
+                    key = f"{path}/{sample_key(member.name)}"
+                    if member.name.lower().endswith(ENDINGS):
                         found.append((Picture(path, None, member.offset_data, member.size, member.name), key))
-                    elif base.endswith(".cls"):
-                        labels[key] = int(tar.extractfile(member).read())  # type: ignore[union-attr]
-                _check_end(path, tar.offset)
+                    elif member.name.endswith(LABEL_ENDINGS):
+                        content = tar.extractfile(member).read()  # type: ignore[union-attr]
+                        label = label_in(f"{path}:{member.name}", content)
+                        if label is not None and (member.name.endswith(".cls") or key not in labels):
+                            labels[key] = label
+                check_end(path, tar.offset, last)
         except (tarfile.TarError, ValueError, OSError) as error:
             raise DataError(f"{path} is not a readable WebDataset tar: {error}") from error
     if not found:
@@ -191,16 +210,45 @@ def _in_tars(paths: Sequence[Path]) -> tuple[list[Picture], list[str]]:
             f"{listed(paths)} has class folders, but also images outside of them, such as {stray}: "
             f"move them into class folders"
         )
-    label = {name: i for i, name in enumerate(names)}
-    return [_labelled(picture, label[folder]) for (picture, _), folder in zip(found, folders, strict=True)], names
+    index = {name: i for i, name in enumerate(names)}
+    return [_labelled(picture, index[folder]) for (picture, _), folder in zip(found, folders, strict=True)], names
 
 
-def _check_end(path: Path, offset: int) -> None:
+def sample_key(name: str) -> str:
+    """What a WebDataset sample's files have in common: their name up to the first dot.
+
+    >>> sample_key("dogs/0001.left.jpg")
+    'dogs/0001'
+    """
+    folder, slash, base = name.rpartition("/")
+    return f"{folder}{slash}{base.partition('.')[0]}"
+
+
+def label_in(where: str, content: bytes) -> int | None:
+    """The label in a .cls file, or the integer "label" in a .json file; None if a .json file has none.
+
+    >>> label_in("x.tar:1.cls", b"7"), label_in("x.tar:1.json", b'{"label": 7}'), label_in("x.tar:1.json", b"{}")
+    (7, 7, None)
+    """
+    if where.endswith(".cls"):
+        try:
+            return int(content)
+        except ValueError as error:
+            raise DataError(f"{where} must hold an integer label, got {content[:40]!r}") from error
+    try:
+        found = json.loads(content)
+    except (ValueError, RecursionError):  # .json files may hold anything
+        return None
+    label = found.get("label") if isinstance(found, dict) else None
+    return label if type(label) is int else None  # not a bool
+
+
+def check_end(path: Path, offset: int, last: str) -> None:
     """Raise if a tar is truncated between two files, which tarfile does not notice: a complete tar ends with zeros."""
     with path.open("rb") as file:
         file.seek(offset)
         if file.read(512).strip(b"\0") or path.stat().st_size < offset + 512:
-            raise DataError(f"{path} is truncated: copy it again")
+            raise DataError(f"{path} is truncated or damaged after {last}: copy it again")
 
 
 def _labelled(picture: Picture, label: int) -> Picture:
