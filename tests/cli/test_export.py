@@ -57,3 +57,19 @@ def test_other_files_are_not_overwritten(halve, net, masks, folder):
     assert "is the same file as" in halve(*given, masks, code=2).err
     (folder / "notes.onnx").write_text("mine")
     assert "the file exists and is not a file by 'halve export'" in halve(*given, "notes.onnx", code=2).err
+
+
+DETECTOR = """
+from torchvision.transforms._presets import ObjectDetection
+from tests.detectors import retinanet
+
+preprocess = ObjectDetection()
+"""
+
+
+def test_a_detector_normalises_pixels_as_its_own_transform_does(halve, folder):
+    (folder / "detector.py").write_text(DETECTOR)
+    told = halve("export", "detector.py:retinanet", "--with-preprocess", "--out", "net.onnx", "--json").json
+    assert told["inputs"] == {"images": [None, 3, 32, 32]}
+    assert "the file takes pixels" in told["notes"][1]
+    assert told["difference"] < 1e-4

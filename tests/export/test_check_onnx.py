@@ -182,6 +182,25 @@ def test_quantised_weights_are_followed(tmp_path):
     assert "zero point other than 0" in only(saved(path, *quantized(zero_point=3))).reason
 
 
+@pytest.mark.parametrize(("point", "noted"), [(0, []), (-128, ["QuantizeLinear 'q'"])])
+def test_activations_with_a_zero_point_are_noted(tmp_path, point, noted):
+    nodes = [
+        helper.make_node("QuantizeLinear", ["x", "s", "z"], ["xq"], name="q"),
+        helper.make_node("DequantizeLinear", ["xq", "s", "z"], ["d"], name="dq"),
+        helper.make_node("Conv", ["d", "w"], ["y"]),
+    ]
+    constants = {"s": np.float32(0.1), "z": np.int8(point), "w": sparse((8, 8, 3, 3))}
+    notes = halve.check_onnx(saved(tmp_path / "net.onnx", nodes, constants)).notes
+    told = "2 Q/DQ nodes have a zero point other than 0, such as {}: TensorRT takes symmetric quantisation only"
+    assert [note for note in notes if "zero point" in note] == [told.format(name) for name in noted]
+
+
+def test_a_dense_layer_with_some_zeros_is_dense(tmp_path):
+    weight = np.ones((64, 64, 1, 1), np.float32)
+    weight[0, :3] = 0  # as rounding to int8 makes
+    assert only(saved(tmp_path / "net.onnx", [conv()], {"w": weight})).reason == "dense"
+
+
 def test_casts_transpositions_and_constant_nodes_are_followed(tmp_path):
     value = numpy_helper.from_array(sparse((3, 3, 8, 8), 2).astype(np.float16))
     nodes = [

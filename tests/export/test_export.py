@@ -125,6 +125,70 @@ def test_computed_weights_become_constants(tmp_path):
     assert [layer.verdict for layer in done.check.layers] == ["eligible", "no"]
 
 
+class Attention(nn.Module):
+    """Uses the weights of layers that it does not call, as Swin does, on tokens and on rows."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.proj, self.head = nn.Linear(8, 24), nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x):
+        q, k, v = nn.functional.linear(x, self.qkv.weight, self.qkv.bias).chunk(3, -1)
+        x = (q @ k.transpose(-2, -1)).softmax(-1) @ v @ self.proj.weight.T
+        return nn.functional.linear(x.mean(1), self.head.weight)
+
+
+@pytest.mark.parametrize("preprocess", [None, ((0.5,), (0.5,))])
+def test_products_have_the_names_of_the_layers_whose_weights_they_read(tmp_path, preprocess):
+    model = nn.Sequential(nn.Conv2d(1, 8, 3), nn.Flatten(2), nn.Linear(36, 8), Attention()).eval()
+    masks = halve.prune(model, also="*")
+    path = tmp_path / "net.onnx"
+    done = halve.export(model, masks, torch.randn(2, 1, 8, 8), path, preprocess=preprocess)
+    names = [layer.name for layer in done.check.layers]
+    assert names == ["0", "2", "3.qkv", "3", "3.call2", "3.proj", "3.head"]
+    assert {layer.name for layer in done.check.eligible} == set(masks) == {"2", "3.qkv", "3.proj", "3.head"}
+
+
+class Tied(nn.Module):
+    """A layer with two names, of which the second is called, and one with its weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.other = nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3)
+        self.second, self.other.weight = self.first, self.first.weight
+
+    def forward(self, x):
+        return self.other(self.second(x))
+
+
+def test_a_weight_that_is_read_twice_has_one_name(tmp_path):
+    model = Tied().eval()
+    masks = halve.prune(model, also="*")
+    done = halve.export(model, masks, torch.randn(2, 8, 8, 8), tmp_path / "net.onnx")
+    assert list(masks) == ["first"]
+    assert [layer.name for layer in done.check.eligible] == ["first", "first.call2"]
+
+
+class Auxiliary(nn.Module):
+    """Has a head that only runs in training, as GoogLeNet and Inception do."""
+
+    def __init__(self):
+        super().__init__()
+        self.body, self.auxiliary, self.head = nn.Conv2d(4, 8, 3), nn.Conv2d(8, 4, 1), nn.Conv2d(8, 4, 1)
+
+    def forward(self, x):
+        x = self.body(x)
+        return (self.head(x), self.auxiliary(x)) if self.training else self.head(x)
+
+
+def test_masked_layers_that_do_not_run_are_noted(tmp_path):
+    model = Auxiliary().eval()
+    done = halve.export(model, halve.prune(model, also="*"), torch.randn(2, 4, 6, 6), tmp_path / "net.onnx")
+    assert [layer.name for layer in done.check.eligible] == ["body", "head"]
+    assert done.check.ok
+    assert done.notes == ("1 masked layer(s) did not run on the example and are not in the file: auxiliary",)
+
+
 class Scattered(nn.Module):
     def __init__(self):
         super().__init__()

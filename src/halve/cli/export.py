@@ -155,7 +155,7 @@ def _show_quantization(found: Quantization) -> None:
         for name, q in found.quality.items()
     ]
     title = f"compared with the dense network on {found.held_out} held-out images"
-    show.table(title, ("2:4 network in", ">agreement", ">mean KL", ">output error"), table)
+    show.table(title, ("network in", ">agreement", ">mean KL", ">output error"), table)
     show.say(found.summary)
 
 

@@ -117,6 +117,9 @@ Permute = Annotated[
 PermuteSeconds = Annotated[float, typer.Option(min=0, help="With --permute: time limit of the search.")]
 
 
+_UNCHANGED = (0.0,) * 3, (1.0,) * 3  # a mean and a standard deviation
+
+
 @dataclass(frozen=True)
 class Opened:
     """A model on its device, with its preprocessing."""
@@ -134,7 +137,9 @@ class Opened:
         """The mean and standard deviation that the preprocessing subtracts and divides by, where they are known."""
         steps = [self.preprocess, *getattr(self.preprocess, "transforms", ())]
         found = next((step for step in steps if hasattr(step, "mean") and hasattr(step, "std")), None)
-        return None if found is None else (tuple(map(float, found.mean)), tuple(map(float, found.std)))
+        if found is None:
+            return _UNCHANGED if takes_lists(self.model) else None  # detectors normalise images themselves
+        return tuple(map(float, found.mean)), tuple(map(float, found.std))
 
     def example(self) -> torch.Tensor:
         """Two images of noise, to capture the network on without data."""
@@ -166,7 +171,7 @@ def open_model(
         note(f"note: {model} has random weights; name weights with '@', or pass --weights FILE")
     preprocess = source.preprocess
     if preprocess is None or any(option is not None for option in (size, resize, mean, std)):
-        usual = ((0.0,) * 3, (1.0,) * 3) if takes_lists(source.model) else (IMAGENET_MEAN, IMAGENET_STD)
+        usual = _UNCHANGED if takes_lists(source.model) else (IMAGENET_MEAN, IMAGENET_STD)
         preprocess = Preprocessing(size, resize, _numbers(mean, usual[0]), _numbers(std, usual[1]))
     name = device
     if device == "auto":

@@ -9,7 +9,7 @@ from typing import Any, Literal
 from halve.errors import listed
 from halve.export import file, trtexec
 from halve.export.eligibility import COLUMNS, OnnxLayer, judged
-from halve.export.weights import products_in
+from halve.export.weights import asymmetric_nodes, products_in
 from halve.text import aligned, printable
 
 Status = Literal["ok", "failed", "none"]
@@ -178,6 +178,11 @@ def _notes(opened: file.OnnxFile, layers: tuple[OnnxLayer, ...]) -> list[str]:
         notes.append("the graph has no convolution or matrix product")
     if any(layer.is_eligible and layer.dtype == "float32" for layer in layers):
         notes.append("the weights are float32, which TensorRT 11 then computes in: export in float16 or int8")
+    if shifted := asymmetric_nodes(opened):
+        notes.append(
+            f"{len(shifted)} Q/DQ nodes have a zero point other than 0, such as {shifted[0]}: "
+            f"TensorRT takes symmetric quantisation only"
+        )
     if opened.model.functions:
         count = len(opened.model.functions)
         notes.append(f"layers inside of {count} local functions are not listed: inline them first")

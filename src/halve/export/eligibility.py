@@ -17,6 +17,7 @@ from halve.export.weights import Product
 Verdict = Literal["likely", "eligible", "no"]
 COLUMNS = ("layer", "operator", "weight", "dtype", "TensorRT", "reason")
 TYPES = ("float32", "float16", "bfloat16", "int8")  # of weights that are judged; see docs/how/export.md
+DENSE = 0.9  # share of blocks with too many weights; rounding to int8 makes a few zeros in any layer
 LARGE = 256  # input and output channels; see docs/how/export.md
 
 
@@ -97,8 +98,8 @@ def _not_eligible(rows: NDArray[np.bool_], operator: str, groups: int, dtype: st
     crowded = _crowded(rows)
     if not crowded.any():
         return None
-    if crowded.all():
-        return "dense"  # but for single zeros, as rounding to int8 makes
+    if crowded.mean() > DENSE:
+        return "dense"
     count, total = int(crowded.sum()), crowded.size
     row, block, position = (int(i) for i in np.argwhere(crowded)[0])
     where = f"{count:,} of {total:,} blocks of 4 input channels have more than 2 nonzero weights"

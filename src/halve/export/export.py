@@ -213,8 +213,11 @@ def _write(
     add_metadata_(proto, {"format": file.FORMAT, "version": VERSION, "dtype": name})
     if entry.notes:
         add_metadata_(proto, {"notes": entry.notes})
+    unread: list[str] = []
     if masks is not None:
-        layers = [layer for layer, mask in masks.items() if _is_2_4(mask)]
+        read = network.layers
+        unread = [layer for layer, mask in masks.items() if read.isdisjoint((layer, *mask.shared_with))]
+        layers = [layer for layer, mask in masks.items() if _is_2_4(mask) and layer not in unread]
         add_metadata_(proto, {"masks": checksum(masks), "layers": layers})
     with tempfile.TemporaryDirectory() as folder:  # nothing gets the name of the file before it is proven
         trial = file.read(file.write(Path(folder) / path.name, proto))
@@ -223,6 +226,9 @@ def _write(
             quantization = quantization.with_quality("int8", quantizer.quality(trial.path))
         _check_layers(checked(trial))
         file.copy(trial.path, path, force=force)
+    if unread:
+        count = f"{len(unread)} masked layer(s)"
+        notes = (f"{count} did not run on the example and are not in the file: {listed(unread, 4)}", *notes)
     opened = file.read(path)
     outputs = tuple(value.name for value in opened.model.graph.output)
     about = (path, opened.size, name, shapes_of(opened), outputs, difference, images)

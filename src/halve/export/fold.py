@@ -72,12 +72,12 @@ def drop_identities_(part: Part, folded: list[str]) -> None:
     """Remove folded norms from the captured graph of a model; in others, the statistics have no epsilon any more."""
     graph, names = part.graph, set(folded)
     for node in [node for node in graph.nodes if node.target is _NORM]:
-        if _owner(part, node.args[3]) in names:
+        if owner(part, node.args[3]) in names:
             for user in list(node.users):
                 user.replace_all_uses_with(node.args[0])
                 graph.erase_node(user)
             graph.erase_node(node)
-        elif _owner(part, node.args[3]) is not None:
+        elif owner(part, node.args[3]) is not None:
             node.update_arg(_EPSILON, _NO_EPSILON)
 
 
@@ -86,10 +86,10 @@ def _pairs(model: nn.Module, part: Part) -> Iterator[tuple[str, str]]:
     for node in part.graph.nodes:
         if node.target is not _NORM or any(user.target is not getitem or user.args[1] != 0 for user in node.users):
             continue
-        before, norm = node.args[0], _owner(part, node.args[3])
+        before, norm = node.args[0], owner(part, node.args[3])
         if norm is None or before.op != "call_function" or len(before.args) < 2 or len(before.users) != 1:
             continue
-        layer = _owner(part, before.args[1], "weight")
+        layer = owner(part, before.args[1], "weight")
         if layer is None or not _is_used_once(part, layer) or not _is_used_once(part, norm):
             continue
         kind = kind_of(model.get_submodule(layer))
@@ -99,7 +99,7 @@ def _pairs(model: nn.Module, part: Part) -> Iterator[tuple[str, str]]:
             yield norm, layer
 
 
-def _owner(part: Part, value: Any, tensor: str = "running_mean") -> str | None:
+def owner(part: Part, value: Any, tensor: str = "running_mean") -> str | None:
     """The module whose tensor of that name a placeholder holds."""
     name = part.tensors.get(value.name, "") if isinstance(value, Node) else ""
     return name.removesuffix(tensor).removesuffix(".") if f".{name}".endswith(f".{tensor}") else None

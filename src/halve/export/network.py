@@ -11,9 +11,10 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.fx import Node
 
 from halve.errors import ModelError, first_line, listed
-from halve.export.fold import add_biases_, drop_identities_, fold_, overflows, thaw_
+from halve.export.fold import add_biases_, drop_identities_, fold_, overflows, owner, thaw_
 from halve.export.weights import PRODUCTS
 from halve.graph import TRACING_LOCK, Part, capture
 from halve.modules import clone, convert_, kind_of, plain_weight_, weight_sources
@@ -82,8 +83,18 @@ class Network:
         _name_(model.graph, model.graph.input, self.input_names)
         _name_(model.graph, model.graph.output, self.output_names)
         _name_batch_(model.graph)
-        _name_layers_(model.graph, f"{self.prefix}." if self.prefix else "")
+        _name_layers_(model.graph, _readers(part), self._prefix)
         return model
+
+    @property
+    def layers(self) -> set[str]:
+        """The layers whose weights the network reads: not those that only run in training, for example."""
+        part = next(iter(self.parts.values()))
+        return {layer.removeprefix(self._prefix) for layer in _readers(part).values()}
+
+    @property
+    def _prefix(self) -> str:
+        return f"{self.prefix}." if self.prefix else ""
 
 
 def prepared(
@@ -197,15 +208,35 @@ def _name_batch_(graph: Any) -> None:
                 dim.dim_param = BATCH
 
 
-def _name_layers_(graph: Any, prefix: str) -> None:
-    """Name each convolution and matrix product after its layer in the model: TensorRT's logs use these names."""
+def _readers(part: Part) -> dict[str, str]:
+    """The layer whose weight an operation of a captured graph reads, by the operation's name."""
+    found: dict[str, str] = {}
+    views: dict[Node, str] = {}  # of weights, such as their transposes
+    for node in part.graph.nodes:
+        for source in node.all_input_nodes:
+            layer = views.get(source, owner(part, source, "weight"))
+            if layer is not None:
+                found[node.name] = layer
+                if len(node.all_input_nodes) == 1:
+                    views[node] = layer
+    return found
+
+
+def _name_layers_(graph: Any, readers: Mapping[str, str], prefix: str) -> None:
+    """Name each convolution and matrix product after its layer in the model: TensorRT's logs use these names.
+
+    Args:
+        graph: The graph. It is changed.
+        readers: The layer whose weight an operation reads, by the name it had when it was captured.
+        prefix: What the names of layers start with in the captured model, and not in the user's.
+    """
     rename_(graph, {t.name: t.name.removeprefix(prefix) for t in graph.initializer if t.name.startswith(prefix)})
     seen: Counter[str] = Counter()
     others = {node.name for node in graph.node if node.op_type not in PRODUCTS}
     for node in graph.node:
         if node.op_type not in PRODUCTS:
             continue
-        name = _layer_of(node, prefix) or node.name
+        name = _layer_of(node, readers).removeprefix(prefix) or node.name
         seen[name] += 1
         name = name if seen[name] == 1 else f"{name}.call{seen[name]}"
         node.name = f"{name}.product" if name in others else name
@@ -216,13 +247,11 @@ def _name_layers_(graph: Any, prefix: str) -> None:
         value.ClearField("metadata_props")
 
 
-def _layer_of(node: Any, prefix: str) -> str:
+def _layer_of(node: Any, readers: Mapping[str, str]) -> str:
     """The name of the layer that a node comes from: the holder of its weight, or the module that ran it."""
     scopes = next((entry.value for entry in node.metadata_props if entry.key == _SCOPES), "[]")
-    path = [str(name) for name in ast.literal_eval(scopes)]
-    caller = path[-2].removeprefix(prefix) if len(path) > 1 else ""
-    holder = node.input[1].removesuffix(".weight") if node.input[1].endswith(".weight") else ""
-    return holder if holder.startswith(f"{caller}.") or not caller else caller
+    path = ["", "", *map(str, ast.literal_eval(scopes))]  # modules, then the operation
+    return readers.get(path[-1]) or path[-2]
 
 
 def add_metadata_(model: Any, entries: Mapping[str, str | Sequence[str]]) -> None:

@@ -81,6 +81,13 @@ def products_in(file: OnnxFile) -> Iterator[Product]:
         outer = outer or known.initializers
 
 
+def asymmetric_nodes(file: OnnxFile) -> list[str]:
+    """The Q/DQ nodes of the main graph whose zero point is a constant other than 0."""
+    known = _Constants(file, file.model.graph, {})
+    quantizers = [node for node in file.model.graph.node if node.op_type in _QUANTIZERS and len(node.input) > 2]
+    return [_named(node) for node in quantizers if known.is_nonzero(known.tensor(node.input[2]))]
+
+
 class _Constants:
     """The constants of a graph, and the nodes that produce its other tensors."""
 
@@ -99,6 +106,10 @@ class _Constants:
         if node is None or node.op_type != "Constant":
             return None
         return next((one.t for one in node.attribute if one.name == "value" and one.HasField("t")), None)
+
+    def is_nonzero(self, tensor: Any) -> bool:
+        """Whether a tensor is a constant with a value other than 0."""
+        return tensor is not None and bool(np.any(self.file.values(tensor) != 0))
 
     def _folded(self, graph: Any) -> set[str]:
         """The tensors that depend on constants only. Nodes are sorted."""
@@ -149,7 +160,7 @@ def _traced(known: _Constants, name: str, user: Any) -> Weight | str:
                 if order is not None and sorted(order) != list(range(values.ndim)):
                     return f"a Transpose before it has the invalid order {list(order)[:8]}"
                 values = np.transpose(values, order)
-            if any(np.any(known.file.values(point) != 0) for point in points):
+            if any(map(known.is_nonzero, points)):
                 return "it is quantised with a zero point other than 0: TensorRT takes symmetric quantisation only"
             return Weight(tensor.name or name, values, 0, _dtype_name(tensor.data_type), quantized)
         node = known.producers.get(name)
