@@ -7,14 +7,17 @@
     python experiments/certify.py --list
 
 SUBJECTS is a folder that --prepare fills: networks, their masks and test images in random order. ASSETS has the layout
-of one_shot.py. Digits and ResNet-20 get learned masks, ResNet-50 keeps the largest weights, with recalibrated
-statistics. A run continues where an earlier one with the same masks and bounds stopped, and writes its record after
-every image, or every few that are taken together on a GPU, to --out, by default experiments/results/certify.json.
+of one_shot.py, with tiny200_train/ for the flips of ResNet-50. Digits and ResNet-20 get learned masks, ResNet-50 keeps
+the largest weights, with recalibrated statistics; where its flips are counted, on all photos, only in the last stage,
+recalibrated on photos that are not counted. A run continues where an earlier one with the same masks and bounds
+stopped, and writes its record after every image, or every few that are taken together on a GPU, to --out, by default
+experiments/results/certify.json.
 """
 
 import argparse
 import datetime
 import functools
+import itertools
 import json
 import math
 import multiprocessing
@@ -33,7 +36,7 @@ from torch import Tensor, nn
 import halve
 from halve.certify.attack import attack_agreement, attack_input, attack_weights, margin_of
 from halve.certify.changes import WeightBox
-from halve.certify.crown import Bounds, OutOfTime
+from halve.certify.crown import STEPS_INSIDE, Bounds, OutOfTime
 from halve.certify.digests import digest_of_bounds, digest_of_masks
 from halve.certify.lemmas import norm
 from halve.certify.margins import Margin, proven_margins
@@ -58,7 +61,12 @@ LAST_BLOCK = ("layer4.2.*", "fc")
 
 @dataclass(frozen=True)
 class Run:
-    """A statement about a network: `size` is eps in pixels, or u relative to the root mean square; None: the radius."""
+    """A statement about a network.
+
+    Args:
+        size: eps in pixels, or u relative to the root mean square. None: the radius.
+        gap: Slopes inside the network are optimised where the bound is at most this share of the margin below 0.
+    """
 
     network: str
     statement: str
@@ -67,6 +75,7 @@ class Run:
     layers: tuple[str, ...] | None = None
     method: str = "CROWN"
     branches: int = 0
+    gap: float = math.inf
 
 
 RUNS = {
@@ -76,7 +85,7 @@ RUNS = {
     "digits_reuse_radius": Run("digits", "reuse", None, 50),
     **{f"resnet20_stage3_{u}": Run("cifar_resnet20", "reuse", u, 50, STAGE_3) for u in (1e-4, 1e-3, 3e-3)},
     **{f"resnet20_all_{u}": Run("cifar_resnet20", "reuse", u, 10) for u in (1e-5, 1e-4)},
-    **{f"resnet20_region_{k}": Run("cifar_resnet20", "region", k / 255, 20) for k in (0.0625, 0.125, 0.25)},
+    **{f"resnet20_region_{k}": Run("cifar_resnet20", "region", k / 255, 20, gap=0.25) for k in (0.0625, 0.125, 0.25)},
     **{f"resnet50_last_{u}": Run("resnet50_v1", "reuse", u, 20, LAST_BLOCK) for u in (1e-4, 1e-3)},
     **{
         f"{name}_lemma_4": Run(name, "lemma 4", None, 10, None, "norms")
@@ -84,12 +93,14 @@ RUNS = {
     },
     "digits_agreement": Run("digits", "agreement", None, 50, None, "attack"),
     "resnet20_flips": Run("cifar_resnet20", "flips", None, 10_000, None, "exact binomial"),
-    "resnet50_flips": Run("resnet50_v1", "flips", None, 500, None, "exact binomial"),
+    "resnet50_flips": Run("resnet50_v1", "flips", None, 7_400, None, "exact binomial"),
 }
 MASKS = {"digits": "learned, 1 minute on one core", "cifar_resnet20": "learned, 5 minutes on one core"}
 MASKS["resnet50_v1"] = "magnitude, recalibrated"
+FLIPPED = {"resnet50_flips": "magnitude in the last stage, recalibrated on other photos (tiny200_train)"}
 CHECKPOINTS = {"cifar_resnet20": "cifar10_resnet20", "resnet50_v1": "resnet50_v1_imagenet"}
 PREPROCESSING = {"cifar_resnet20": Preprocessing(), "resnet50_v1": Preprocessing(size=224, resize=232)}
+TESTS = {"cifar_resnet20": ("cifar10/test",), "resnet50_v1": ("in20_train", "in20_val_dev", "in1000_dev")}
 IMAGES = {"digits": 500, "cifar_resnet20": 150, "resnet50_v1": 40}
 
 
@@ -119,7 +130,9 @@ def prepare(name: str, assets: Path, folder: Path) -> None:
     (folder / "zoo.py").write_bytes((assets / "zoo.py").read_bytes())
     if not masks.exists():
         _masks(name, _model(name, folder), assets).save(masks)
-    data = load_data(str(assets / _test(name)), PREPROCESSING[name], batch_size=50, shuffle=True, limit=IMAGES[name])
+    data = load_data(
+        str(assets / TESTS[name][-1]), PREPROCESSING[name], batch_size=50, shuffle=True, limit=IMAGES[name]
+    )
     save_file({"images": torch.cat([batch[0] for batch in data.loader])}, images)
 
 
@@ -129,10 +142,6 @@ def _model(name: str, folder: Path) -> nn.Module:
         model.load_state_dict(load_file(folder / "digits.safetensors"))
         return model.eval()
     return load_model(f"{folder / 'zoo.py'}:{name}", folder / f"{name}.safetensors").model.float().eval()
-
-
-def _test(name: str) -> str:
-    return "cifar10/test" if name == "cifar_resnet20" else "in1000_dev"
 
 
 def _masks(name: str, model: nn.Module, assets: Path) -> halve.MaskSet:
@@ -211,7 +220,7 @@ class Prover:
 
     @property
     def names(self) -> tuple[str, ...]:
-        return ("masked", "dense") if self.run.statement == "region" else ("masked",)
+        return ("dense", "masked") if self.run.statement == "region" else ("masked",)  # the harder one first
 
     def _bounds(self, name: str, images: Tensor, labels: list[int], sizes: Sequence[float]) -> list[float | None]:
         """Lower bounds of the margins; None if they took too long."""
@@ -223,12 +232,34 @@ class Prover:
                     float(a[label] - torch.cat([b[:label], b[label + 1 :]]).max())
                     for a, b, label in zip(low, high, labels, strict=True)
                 ]
+            if math.isfinite(self.run.gap):
+                return self._promising(name, near, changes, labels)
             found: list[Margin] = proven_margins(
                 self.network(name), near, changes, labels, True, self.run.branches, self.limit
             )
             return [one.bound for one in found]
         except OutOfTime:
             return [None] * len(labels)
+
+    def _promising(
+        self, name: str, near: Interval, changes: dict[str, WeightBox], labels: list[int]
+    ) -> list[float | None]:
+        """Like `proven_margins`, but slopes inside are optimised only where a proof is within reach."""
+        network, started = self.network(name), time.monotonic()
+        plain = Bounds(network, near, changes, seconds=self.limit)
+        found = plain.margins(labels, optimise=True)
+        nominal = Bounds(network, Interval(near.center, near.center), tighten=False).margins(labels)
+        left = [
+            i for i, (bound, most) in enumerate(zip(found, nominal, strict=True)) if 0 >= bound > -self.run.gap * most
+        ]
+        if left and not bool(plain.overflow[left].any()):
+            some = {layer: change.only(torch.tensor(left, device=near.low.device)) for layer, change in changes.items()}
+            known = [Interval(x.low[left], x.high[left]) for x in plain.values]
+            rest = self.limit - (time.monotonic() - started)
+            bounds = Bounds(network, known[0], some, True, STEPS_INSIDE, known, seconds=rest)
+            for i, bound in zip(left, bounds.margins([labels[i] for i in left], optimise=True), strict=True):
+                found[i] = max(found[i], bound)
+        return list(found)
 
     def _set(self, name: str, images: Tensor, sizes: Sequence[float]) -> tuple[Interval, dict[str, WeightBox]]:
         if self.run.statement == "region":
@@ -286,15 +317,28 @@ class Prover:
         return attack_weights(self.models[name], image, label, radii)
 
 
-def flips(name: str, assets: Path, folder: Path) -> dict[str, Any]:
-    """The flips of a network over its test images: none of them was seen when the masks were made."""
-    one = subject(name, folder)
-    data = load_data(str(assets / _test(name)), PREPROCESSING[name], batch_size=50).loader
+def flips(name: str, assets: Path, folder: Path) -> tuple[halve.MaskSet, dict[str, Any]]:
+    """The masks and the flips of a network over its test images: none of them was seen when the masks were made."""
+    checkpoint = assets / f"{CHECKPOINTS[name]}.safetensors"
+    model = load_model(f"{assets / 'zoo.py'}:{name}", checkpoint).model.float().eval()
+    masks = _flip_masks(name, model, assets, folder)
+    tests = [load_data(str(assets / test), PREPROCESSING[name], batch_size=50).loader for test in TESTS[name]]
     started = time.perf_counter()
-    found = halve.certify(one.model, one.masks, data, confidence=0.999)
+    found = halve.certify(model, masks, itertools.chain(*tests), confidence=0.999)
     seconds = time.perf_counter() - started
     keys = ("images", "same", "agreement", "share")
-    return {key: found.result[key] for key in keys} | {"sentence": str(found), "seconds": seconds}
+    about = {"data": list(TESTS[name]), "masked_layers": len(masks), "sentence": str(found), "seconds": seconds}
+    return masks, {key: found.result[key] for key in keys} | about
+
+
+def _flip_masks(name: str, model: nn.Module, assets: Path, folder: Path) -> halve.MaskSet:
+    if name != "resnet50_v1":
+        return halve.load(folder / f"{name}.masks.safetensors")
+    data = load_data(str(assets / "tiny200_train"), PREPROCESSING[name], batch_size=64, limit=576, shuffle=True)
+    counted = {folder.name for test in TESTS[name][:1] for folder in (assets / test).iterdir()}
+    other = torch.tensor([one not in counted for one in data.class_names])  # one class has photos of in20_train
+    images = [batch[other[labels]] for batch, labels in data.loader]
+    return halve.recalibrate(model, halve.prune(model, include=["layer4.*"]), images)
 
 
 def lemma_4(prover: Prover, image: Tensor) -> dict[str, Any]:
@@ -484,7 +528,7 @@ class Settings:
     def _record(self, name: str) -> dict[str, Any]:
         """The record of a run, with the images that are finished."""
         run, before = RUNS[name], self.records.load().get(name, {})
-        fresh = self._context(name, run, subject(run.network, self.folder))
+        fresh = self._context(name, run, subject(run.network, self.folder).masks)
         same = all(before.get(key) == fresh[key] for key in SAME)
         return before if same else fresh | {"per_image": []}
 
@@ -516,29 +560,27 @@ class Settings:
     def _prover(self, name: str) -> Prover:
         return _prover(name, self.folder, self.device, self.image_seconds)
 
-    def _context(self, name: str, run: Run, one: Subject) -> dict[str, Any]:
+    def _context(self, name: str, run: Run, masks: halve.MaskSet) -> dict[str, Any]:
         unit = "pixels in 0..1" if run.statement == "region" else "of the layer's root mean square"
         about: dict[str, Any] = {"run": name, "network": run.network, "statement": run.statement}
-        about |= {"method": run.method, "branches": run.branches, "size": run.size}
+        about |= {"method": run.method, "branches": run.branches, "gap": _finite(run.gap), "size": run.size}
         about |= {"unit": None if run.statement == "flips" else unit}
-        about |= {"layers": run.layers and list(run.layers), "mask": MASKS[run.network]}
+        about |= {"layers": run.layers and list(run.layers), "mask": FLIPPED.get(name, MASKS[run.network])}
         many = f", {self.processes} processes at a time" if self.processes > 1 else ""
         device = torch.cuda.get_device_name() if self.device == "cuda" else f"CPU, 1 thread{many}"
         versions = {"halve": VERSION, "torch": str(torch.__version__)}
-        about |= {"masks": digest_of_masks(one.masks), "bounds": digest_of_bounds()}
+        about |= {"masks": digest_of_masks(masks), "bounds": digest_of_bounds()}
         about |= {"device": device, "image_seconds": _finite(self.image_seconds), "versions": versions}
         return about | {"date": str(datetime.date.today())}
 
     def flips(self, name: str, assets: Path) -> None:
         """Count flips, all at once."""
-        run = RUNS[name]
-        self.records.save(
-            self._context(name, run, subject(run.network, self.folder)) | flips(run.network, assets, self.folder)
-        )
+        masks, found = flips(RUNS[name].network, assets, self.folder)
+        self.records.save(self._context(name, RUNS[name], masks) | found)
 
 
-def _finite(seconds: float) -> float | None:
-    return None if math.isinf(seconds) else seconds
+def _finite(number: float) -> float | None:
+    return None if math.isinf(number) else number
 
 
 def main() -> None:

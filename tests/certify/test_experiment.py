@@ -1,13 +1,16 @@
 """Records of experiments/certify.py: runs of several processes and machines are joined, and only if they fit."""
 
+import dataclasses
 import importlib
 import json
+import math
 import time
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import nn
 
 import halve
 from halve.sources.digits import DigitsResNet
@@ -47,6 +50,20 @@ def test_records_of_the_same_bounds_are_joined_and_others_replaced(experiment, t
 def test_no_task_starts_after_the_deadline(experiment, tmp_path):
     task = experiment.Task("digits_region_2", tmp_path, "cpu", 1.0, (0,))
     assert list(experiment.completed([task], 1, time.monotonic() - 1)) == []
+
+
+def test_slopes_inside_are_optimised_where_a_proof_is_near(experiment):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
+    images = torch.rand(6, 1, 2, 4)
+    one = experiment.Subject(model.eval(), halve.prune(model), images, (0.0,), (1.0,))
+    run, found = experiment.Run("digits", "region", 0.3, 6), {}
+    for gap in (math.inf, 1e9, 0.0):
+        prover = experiment.Prover(dataclasses.replace(run, gap=gap), one, "cpu", math.inf)
+        label = int(model(images[:1]).argmax())
+        found[gap] = prover._bounds("dense", images[:1].double(), [label], [run.size])[0]
+    assert found[math.inf] == pytest.approx(found[1e9])
+    assert found[0.0] < found[1e9] < 0
 
 
 def test_the_probe_reports_each_step(experiment, monkeypatch, tmp_path, capsys):
