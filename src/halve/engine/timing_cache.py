@@ -18,10 +18,9 @@ from halve.engine.kernels.kernel import Kernel
 from halve.engine.kernels.registry import family_of
 from halve.engine.layer import Layer
 from halve.errors import FileError
-from halve.machine import device_name
 from halve.locks import locked
+from halve.machine import device_name
 from halve.masks.storage import write_atomically
-
 
 Times = dict[str, dict[str, float]]
 _LONGEST_WAIT = 10.0  # seconds, for another process that writes
