@@ -286,6 +286,8 @@ def certify_proofs() -> str:
         method += f", up to {record['branches']:,} parts" if record.get("branches") else ""
         seconds = record["seconds_per_image"]
         time = f"{seconds:.1f} s" if seconds < 100 else f"{seconds:.0f} s"
+        if "NVIDIA" in (record.get("device") or ""):
+            time += f", {record['device'].removeprefix('NVIDIA ')}"
         rows.append([name, method, str(record["n"]), certified, attack, loss, time])
     heads = ["statement", "method", "images", "certified", "attack flips", "loss over attack", "time per image"]
     return table(heads, rows)
@@ -312,13 +314,13 @@ def certify_lemmas() -> str:
 
 def certify_flips() -> str:
     """Flips on real networks."""
-    data = {"resnet20_flips": "CIFAR-10 test", "resnet50_flips": "ImageNet photos"}
+    data = {"cifar_resnet20": "CIFAR-10 test", "resnet50_v1": "ImageNet photos"}
     rows = []
     for record in recorded("experiments/results/certify.json"):
         if record["statement"] == "flips":
             agreement, share = f"{100 * record['agreement']:.2f} %", f"{int(1e4 * record['share']) / 100:.2f} %"
             name = f"{name_of(record['network'])}, {record['mask']}"
-            rows.append([name, f"{record['images']:,} ({data[record['run']]})", agreement, share])
+            rows.append([name, f"{record['images']:,} ({data[record['network']]})", agreement, share])
     return table(["masks", "images", "agreement measured", "certified with 99.9 % confidence"], rows)
 
 

@@ -88,8 +88,8 @@ def certify(
         optimise: Optimise the bounds where they do not suffice at first (alpha-CROWN). Default: True.
         branches: Divide proofs that do not suffice even so, by the signs of ReLU inputs, into up to this many parts for
             each class (beta-CROWN); 500 take about half a minute on a small network. Default: 0.
-        device: Where bounds are computed: "cpu" (default) or "cuda", which takes several images at once. Bounds have
-            not been measured on a GPU yet.
+        device: Where bounds are computed: "cpu" (default) or "cuda", which takes several images at once and pays for
+            deep networks.
         check: A certificate or its file: compute it again with its own settings. Raises `CertificateError` unless
             weights, masks and images are the same, and the result is too.
         forward: `forward(model, batch)` runs a network on an unusual batch; for flips.
