@@ -90,9 +90,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--note", default="", help="what else ran on the machine at the same time")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    parser.add_argument(
-        "--read", nargs=2, metavar=("FOLDER", "MODE"), help=argparse.SUPPRESS
-    )  # in a process of its own
+    parser.add_argument("--read", nargs=2, metavar=("FOLDER", "MODE"), help=argparse.SUPPRESS)  # in a separate process
     options = parser.parse_args()
     if options.read:
         folder, mode = options.read

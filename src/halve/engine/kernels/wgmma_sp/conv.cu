@@ -18,7 +18,7 @@
 // Layers with few tiles: a cluster of SPLIT blocks shares a tile, and each block sums over a part of the channels. Then each
 // gets the sums of the others for a part of the pixels, through distributed shared memory, and finishes these.
 //
-// HALVES: the two warpgroups share a tile, and each sums over half of the channels, from buffers of its own. Then each gets the
+// HALVES: the two warpgroups share a tile, and each sums over half of the channels, from separate buffers. Then each gets the
 // sums of the other for half of the pixels, through shared memory, and finishes these. Layers with few tiles and many channels
 // wait for one step after the other: this takes half as many.
 //
@@ -82,7 +82,7 @@ constexpr bool IN_PLACE = OWN_TILES && BLOCKS == 1 && PARTS == 1;  // store from
 constexpr int GROUPS = PIXELS / 8, EACH = (GROUPS + SUMMERS - 1) / SUMMERS;  // of 8 pixels: in a tile, and finished by each
 static_assert(SPLIT == 1 || (!OWN && BLOCKS == 1), "blocks of a cluster split small tiles");
 static_assert(!HALVES || (SPLIT == 1 && OWN && !RESIDENT && BLOCKS == 1 && PARTS == 1), "halves have their own buffers");
-static_assert(!AHEAD || (RESIDUAL && IN_PLACE), "other tiles load the residual into buffers of its own");
+static_assert(!AHEAD || (RESIDUAL && IN_PLACE), "other tiles have separate buffers for the residual");
 static_assert(!SHORTCUT || !RESIDUAL, "the shortcut is the residual");
 static_assert(!UNROLLED || !SHORTCUT, "all steps are taps");
 static_assert(!RESIDENT || OWN, "resident weights are shared by warpgroups with their own tiles");

@@ -231,7 +231,7 @@ def launch(
     elif second is not None:
         more = _map(second, plan.stored, plan.flat)
     kernel.launch(
-        (_grid(plan, driver.processors(x.device.index)), 1),
+        (plan.grid, 1),
         _THREADS,
         (
             _map(x, plan.box, plan.flat, convolution.stride[0]),
@@ -296,14 +296,6 @@ def _shape(plan: Tiling, convolution: Convolution, out: Tensor, shortcut: Shortc
         begins=plan.begins,
         shifts=(ctypes.c_uint16 * MAX_TAPS)(*plan.shifts),
     )
-
-
-def _grid(plan: Tiling, processors: int) -> int:
-    processors *= 2 if plan.tile.light else 1
-    if plan.resident:  # each block keeps the weights of one row tile
-        return plan.row_tiles * min(processors // plan.row_tiles, plan.pixel_tiles)
-    tiles = plan.row_tiles * plan.pixel_tiles
-    return tiles * plan.tile.split if plan.tile.split > 1 else min(processors, tiles)
 
 
 @functools.cache

@@ -107,6 +107,7 @@ class Tiling:
     shared_bytes: int
     lag: int
     ahead: bool  # residuals are loaded while products run
+    grid: int  # thread blocks
 
 
 def supported(convolution: Convolution) -> bool:
@@ -257,7 +258,7 @@ def _fit(
             return None
     tiles = split.pixel_tiles if resident else split.pixel_tiles * row_tiles
     places = processors * (1 + tile.light)
-    blocks = min(places // row_tiles if resident else places, tiles)
+    blocks = min(places // row_tiles if resident else places, tiles)  # those with resident weights stay at one row tile
     staging = rings * pixel_slots * slot
     exchange = staging + staged
     next_staging = exchange + exchanged
@@ -300,6 +301,7 @@ def _fit(
         shared_bytes=barriers + 8 * count,
         lag=min(steps, 4) if len(order) > 1 and boxes(4) <= pixel_slots else 1,
         ahead=residual and in_place and (pixel_slots > 2 or tiles <= 2 * blocks),
+        grid=blocks * row_tiles if resident else tiles * tile.split if tile.split > 1 else blocks,
     )
 
 
