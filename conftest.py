@@ -18,3 +18,8 @@ settings.load_profile("halve")
 def fixed_seed() -> None:
     """Make random numbers independent of the order of tests."""
     torch.manual_seed(0)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the tests that take longest: at the end, all other processes would wait for them."""
+    items.sort(key=lambda item: item.get_closest_marker("long") is None)

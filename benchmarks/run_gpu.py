@@ -27,7 +27,6 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACK_SECONDS, STOP_SECONDS = 15.0, 8.0
 PYTEST = "-m pytest -m gpu -p no:cacheprovider -p no:benchmark -o addopts=--import-mode=importlib"
-KERNELS = "tests/engine/kernels"
 NETWORKS = (
     "densenet121 efficientnet_v2_s swin_t regnet_y_8gf convnext_small efficientnet_b0 mobilenet_v3_large vit_b_16 "
     "googlenet convnext_tiny resnext50_32x4d resnet50 vgg16_bn resnet34 resnet18"
@@ -83,13 +82,9 @@ JOBS = {
     ),
     "photos": Job("benchmarks/bench_photos.py {assets} --workers 8 --out {work}/photos.json"),
     "tests": Job(f"{PYTEST} -n 8 --dist loadgroup -q --durations=20 tests"),
-    "memcheck": Job(
-        f"{PYTEST} -v {KERNELS}/stem {KERNELS}/pool {KERNELS}/depthwise {KERNELS}/wgmma_sp",
-        before="compute-sanitizer --tool memcheck --error-exitcode 9",
-    ),
+    "memcheck": Job("benchmarks/sanitize.py", before="compute-sanitizer --tool memcheck --error-exitcode 9"),
     "racecheck": Job(
-        f"{PYTEST} -v {KERNELS}/wgmma_sp {KERNELS}/stem {KERNELS}/depthwise -k 'repeated or linear or scale'",
-        before="compute-sanitizer --tool racecheck --error-exitcode 9",
+        "benchmarks/sanitize.py --every-lane --once", before="compute-sanitizer --tool racecheck --error-exitcode 9"
     ),
     "probe": Job(
         "experiments/certify_probe.py {subjects} --device cuda --items digits stage3 all region --limit 20 "

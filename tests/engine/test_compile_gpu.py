@@ -23,7 +23,10 @@ pytestmark = [
     ),
 ]
 
-shared = pytest.mark.xdist_group("made")  # tests of one network
+
+def shared(test):
+    """Mark a test of the network that many tests share: they run in one process, which begins first."""
+    return pytest.mark.long(pytest.mark.xdist_group("made")(test))
 
 
 def keep_timings(patch, folder):

@@ -45,9 +45,9 @@ def test_convnext_blocks_are_compiled_by_inductor(tmp_path, monkeypatch):
     assert float((again(x) - fast(x)).norm() / expected.norm()) < 1e-3
 
 
-def test_recordings_live_next_to_those_of_torch_compile(tmp_path, monkeypatch):
+@pytest.mark.long
+def test_recordings_live_next_to_those_of_torch_compile(monkeypatch):
     """Recorded networks, torch.compile with CUDA graphs, new recordings and freed memory in turns, for a minute."""
-    monkeypatch.setenv("HALVE_CACHE", str(tmp_path))
     monkeypatch.setattr("halve.engine.compiled.by_default", lambda device: False)
     torch.manual_seed(0)
     device = torch.device("cuda", torch.cuda.current_device())

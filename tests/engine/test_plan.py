@@ -143,6 +143,63 @@ def test_a_network_is_timed_once_and_sparse_false_uses_only_library_kernels(ever
     assert len(everywhere) == before
 
 
+GPU, FAST, OTHER = torch.device("cuda", 0), Kernel("mma", "32x32"), Kernel("mma", "128x64")
+
+
+def in_network(monkeypatch, network_ms):
+    """Three layers, and what was timed. The network takes as long as a function of their kernels says."""
+    layers, asked = [layer("a"), layer("b"), layer("c")], []
+
+    def made_up(calls, device):
+        asked.append(list(calls))
+        times = {}
+        for name, call in calls.items():
+            call()
+            times[name] = network_ms([one.kernels[2] for one in layers])
+        return times
+
+    monkeypatch.setattr(plan, "measure", made_up)
+    times = {FALLBACK: 9.0, FAST: 2.0, OTHER: 2.2}
+    return [LayerTimes(one, 2, shape, times) for one, shape in zip(layers, ("one", "one", "other"), strict=True)], asked
+
+
+def test_equal_layers_get_another_kernel_together_where_the_network_is_faster_with_it(monkeypatch):
+    timed, asked = in_network(monkeypatch, lambda used: 10.0 - used[:2].count(OTHER) + 5 * used[2:].count(OTHER))
+    cache = TimingCache(None)
+    for _ in range(2):  # the second time, everything is known
+        found = plan._in_context([FAST, FAST, FAST], timed, lambda: None, cache, GPU, "net")
+        assert found == [OTHER, OTHER, FAST]
+    assert [len(calls) for calls in asked] == [3, 2]  # as it is, the equal layers, the other one; then all together
+
+
+def test_kernels_that_are_faster_one_by_one_but_not_together_are_not_taken(monkeypatch):
+    timed, _ = in_network(monkeypatch, lambda used: (10.0, 9.0, 9.0, 11.0)[used.count(OTHER)])
+    assert plan._in_context([FAST] * 3, timed, lambda: None, TimingCache(None), GPU, None) == [FAST] * 3
+
+
+def test_what_is_hardly_faster_in_the_network_is_not_taken(monkeypatch):
+    timed, asked = in_network(monkeypatch, lambda used: 10.0 - 0.01 * used.count(OTHER))
+    assert plan._in_context([FAST] * 3, timed, lambda: None, TimingCache(None), GPU, None) == [FAST] * 3
+    assert len(asked) == 1
+
+
+def test_only_near_kernels_of_ours_and_layers_that_count_are_tried_in_the_network():
+    layers = [layer("a"), layer("b")]
+    times = {FALLBACK: 1.0, FAST: 1.0, OTHER: 1.2, OURS: 1.3}
+    timed = [LayerTimes(layers[0], 2, "large", times), LayerTimes(layers[1], 2, "small", {FAST: 0.01, OTHER: 0.01})]
+    assert plan._others([FAST, FAST], timed) == {((0,), OTHER): [OTHER, FAST]}
+    assert plan._others([FALLBACK, FAST], timed) == {
+        ((0,), FAST): [FAST, FAST],
+        ((0,), OTHER): [OTHER, FAST],
+    }
+
+
+def test_on_a_cpu_layers_keep_the_kernels_that_are_fastest_alone(everywhere):
+    fc = layer()
+    decide([fc], lambda: fc(torch.ones(2, 8)), TimingCache(None), CPU)
+    assert everywhere == [["dense torch", "mma_sp 64x64", "mma 64x64"], ["dense"]]
+
+
 def test_different_networks_do_not_share_timings(everywhere):
     fc, cache = layer(), TimingCache(None)
     run = lambda: fc(torch.ones(2, 8))  # noqa: E731

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from halve.batches import Progress, tracked
+from halve.engine.kernels.cuda import jit
 from halve.engine.kernels.kernel import Kernel, KernelFamily, Layout
 from halve.engine.kernels.registry import FALLBACK, family_of
 from halve.engine.layer import Layer
@@ -28,6 +29,8 @@ _TOLERANCE = {torch.float16: 4e-3, torch.bfloat16: 3e-2}  # relative error that 
 COLUMNS = ("layer", "shape", "kernel", "ms", "dense ms", "our dense ms", "sparse ms", "reason")
 Jobs = dict[object, Callable[[], object]]  # compilations of kernels, each once
 THRESHOLDS = (1.0, 0.8, 0.6)  # relative to dense speed: above each of these, our kernels are tried in the whole network
+_MIN_SHARE, _MAX_RATIO, _MAX_TRIED = 0.02, 1.25, 6  # of kernels tried in the network one layer at a time: see `_others`
+_GAIN = 0.005  # of the network's time, by which another kernel must be faster to be taken
 
 
 @dataclass(frozen=True)
@@ -217,8 +220,8 @@ def decide(
 ) -> list[Entry]:
     """Choose a kernel for every layer, for the input that `run` uses.
 
-    Layers are timed first, then the network with several combinations of kernels: the fastest kernel of a layer in
-    isolation may not be the fastest between its neighbours.
+    Layers are timed first, then the network with several combinations of kernels, and on a GPU with other kernels for
+    one layer at a time: the fastest kernel of a layer alone may not be the fastest between its neighbours.
 
     Args:
         layers: the layers of the network.
@@ -240,14 +243,16 @@ def decide(
         chosen = [layer.ours_above(threshold) for layer in timed]
         if chosen not in candidates.values():
             candidates[f"above {threshold:g} x dense"] = chosen
-    for layer, kernels in zip(timed, zip(*candidates.values(), strict=True), strict=True):
-        layer.layer.hold([*layer.layer.kernels.values(), *kernels])
     times = _network_times(candidates, timed, run, cache, device, key)
     best = min(times, key=times.__getitem__)
-    for layer, kernel in zip(timed, candidates[best], strict=True):
+    chosen = candidates[best]
+    if device.type == "cuda":
+        chosen = _in_context(chosen, timed, run, cache, device, key)
+    for layer, kernel in zip(timed, chosen, strict=True):
         layer.layer.use({**before[id(layer.layer)], layer.size: kernel})
     return [
-        layer.entry(kernel, _reason(layer, kernel, best)) for layer, kernel in zip(timed, candidates[best], strict=True)
+        layer.entry(kernel, _reason(layer, kernel, best, kernel != first))
+        for layer, kernel, first in zip(timed, chosen, candidates[best], strict=True)
     ]
 
 
@@ -265,10 +270,13 @@ def _network_times(
     device: torch.device,
     key: str | None,
 ) -> dict[str, float]:
-    ids = {" ".join(map(kernel_id, kernels)): name for name, kernels in candidates.items()}
-    known = None if key is None else cache.get(key, ids)
+    """Milliseconds of the network with each combination of kernels. Layers hold all of these kernels afterwards."""
+    ids = {name: jit.digest(*map(kernel_id, kernels)) for name, kernels in candidates.items()}
+    known = None if key is None else cache.get(key, ids.values())
     if known is not None:
-        return {ids[described]: time for described, time in known.items()}
+        return {name: known[described] for name, described in ids.items()}
+    for layer, kernels in zip(timed, zip(*candidates.values(), strict=True), strict=True):
+        layer.layer.hold([*layer.layer.kernels.values(), *kernels])
 
     def on(kernels: list[Kernel]) -> Callable[[], object]:
         def call() -> object:
@@ -280,9 +288,62 @@ def _network_times(
 
     times = measure({name: on(kernels) for name, kernels in candidates.items()}, device)
     if key is not None:
-        cache.put(key, {described: times[name] for described, name in ids.items()})
+        cache.put(key, {described: times[name] for name, described in ids.items()})
         cache.save()
     return times
+
+
+def _in_context(
+    chosen: list[Kernel],
+    timed: list[LayerTimes],
+    run: Callable[[], object],
+    cache: TimingCache,
+    device: torch.device,
+    key: str | None,
+) -> list[Kernel]:
+    """These kernels, or others with which the network is faster, tried for one layer at a time and then together.
+
+    A layer that is timed alone finds its weights in the cache of the GPU, and kernels like its own before and after it.
+    """
+    trials = _others(chosen, timed)
+    if not trials:
+        return chosen
+    combinations = {f"{places} {kernel}": kernels for (places, kernel), kernels in trials.items()}
+    combinations["as it is"] = chosen
+    times = _network_times(combinations, timed, run, cache, device, key and f"{key} one by one")
+    limit = (1 - _GAIN) * times.pop("as it is")
+    faster = {trial: ms for trial, ms in zip(trials, times.values(), strict=True) if ms < limit}
+    together = list(chosen)
+    for places, kernel in sorted(faster, key=faster.__getitem__, reverse=True):  # the fastest of a layer comes last
+        for place in places:
+            together[place] = kernel
+    if not faster:
+        return chosen
+    both = {"as it is": chosen, "together": together}
+    found = _network_times(both, timed, run, cache, device, key and f"{key} together")
+    return both[min(found, key=found.__getitem__)]
+
+
+def _others(chosen: list[Kernel], timed: list[LayerTimes]) -> dict[tuple[tuple[int, ...], Kernel], list[Kernel]]:
+    """Combinations with another of our kernels for all equal layers, by the places of these layers and the kernel.
+
+    Only for layers that take a good part of the time, and with kernels that are not much slower alone.
+    """
+    equal: dict[object, list[int]] = {}
+    for place, (layer, kernel) in enumerate(zip(timed, chosen, strict=True)):
+        if kernel in layer.times:
+            equal.setdefault((layer.shape, kernel, frozenset(layer.times.items())), []).append(place)
+    total = sum(layer.times.get(kernel, 0.0) for layer, kernel in zip(timed, chosen, strict=True))
+    found = {}
+    for places in equal.values():
+        times, kernel = timed[places[0]].times, chosen[places[0]]
+        if len(places) * times[kernel] < _MIN_SHARE * total:
+            continue
+        ours = (other for other in times if other != kernel and not family_of(other).library)
+        near = sorted((other for other in ours if times[other] <= _MAX_RATIO * times[kernel]), key=times.__getitem__)
+        for other in near[:_MAX_TRIED]:
+            found[tuple(places), other] = [other if place in places else k for place, k in enumerate(chosen)]
+    return found
 
 
 def time_layers(
@@ -420,8 +481,10 @@ def _measured(layer: Layer, inputs: list[Tensor], kernels: list[Kernel], device:
     return {kernel: times.get(str(kernel), float("inf")) for kernel in kernels if kernel not in retry_later}
 
 
-def _reason(layer: LayerTimes, kernel: Kernel, chosen: str) -> str:
-    if kernel == layer.best:
+def _reason(layer: LayerTimes, kernel: Kernel, chosen: str, in_context: bool) -> str:
+    if in_context:
+        reason = "fastest in the network"
+    elif kernel == layer.best:
         reason = "fastest"
     elif family_of(kernel).library:
         reason = "the network is faster with this layer dense"
