@@ -199,6 +199,7 @@ def cost_of_sums(name: str, assets: Path, work: Path) -> dict[str, Any]:
         "data": data,
         "photos": len(test),
         "mask": described(masks),
+        "polygraphy_agrees": judged(path) == {layer.weight for layer in done.check.eligible},
         "method": done.quantization.method,
         "layers": len(done.quantization.costs),
         "sums": done.quantization.sums,

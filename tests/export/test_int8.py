@@ -16,6 +16,8 @@ from tests.export.nets import Scaled, TwoInputs, images, initializer, residual
 from tests.export.test_judge import agrees
 from tests.untouched import untouched
 
+PARTS = ("stem", "body", "head", "add")  # of a small network
+
 
 @pytest.fixture(scope="module")
 def quantized(tmp_path_factory):
@@ -170,6 +172,36 @@ def test_sums_of_networks_with_layer_scales_and_windows_are_quantised_once_per_t
     assert {layer.name for layer in done.check.eligible} == set(masks)
     assert agrees(done.path) == len(masks)
     assert done.difference < 0.1
+
+
+class CastingNorm(nn.LayerNorm):
+    """A norm that computes in float32 whatever it gets, as many transformers do."""
+
+    def forward(self, x):
+        weight, bias = self.weight.float(), self.bias.float()
+        return nn.functional.layer_norm(x.float(), self.normalized_shape, weight, bias).to(x.dtype)
+
+
+class Casting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 5)
+        self.before, self.after = CastingNorm(16), CastingNorm(16)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.head(x + self.after(self.body(self.before(x))))
+
+
+def test_layers_and_sums_behind_casts_are_quantised_in_float16_as_well(tmp_path):
+    torch.manual_seed(0)
+    path = tmp_path / "net.onnx"
+    halve.export(Casting().eval(), None, torch.randn(4, 6, 16), path, int8=True, calibrate=torch.randn(16, 6, 16))
+    proto = onnx.load(path)
+    assert any(node.op_type == "Cast" for node in proto.graph.node)
+    produced = {node.output[0]: node.op_type for node in proto.graph.node}
+    read = {node.name: [produced[name] for name in node.input[:2]] for node in proto.graph.node if node.name in PARTS}
+    assert read == dict.fromkeys(PARTS, ["DequantizeLinear"] * 2)
 
 
 def test_networks_with_several_inputs_are_calibrated_on_all_of_them(tmp_path):

@@ -21,7 +21,8 @@ from tests.export.zoo import NARROW, SIZE, narrow
 
 polygraphy = pytest.importorskip("polygraphy.tools.sparse")
 
-RECORDED = json.loads((Path(__file__).parents[2] / "experiments/results/export.json").read_text())["networks"]
+RECORDS = json.loads((Path(__file__).parents[2] / "experiments/results/export.json").read_text())
+RECORDED = RECORDS["networks"]
 
 
 def verdicts(path):
@@ -77,6 +78,11 @@ def quantized(path):
 def test_it_agreed_on_every_network_in_full(record):
     assert record["polygraphy_agrees"]
     assert 0 < record["masked"] <= record["eligible"] < record["layers"]
+
+
+def test_it_agreed_on_int8_files_in_full():
+    agreed = [record["network"] for record in RECORDS["sums"] if record["polygraphy_agrees"]]
+    assert agreed == ["resnet50_v1", "convnext_tiny", "swin_t"]
 
 
 def test_every_network_of_the_experiment_is_judged():

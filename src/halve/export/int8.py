@@ -1,6 +1,6 @@
 """Quantise a network to int8 with 2:4 weights: calibrate, choose a method, and leave in float what costs too much."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -223,18 +223,32 @@ class Quantizer:
             raise ModelError(f"int8 needs a network of at most {MAX_BYTES:,} bytes in float32, protobuf's limit")
         in_float = {"float32": exact} | ({} if dtype == "float32" else {dtype: model})
         quality = {name: self.quality(one.SerializeToString()) for name, one in in_float.items()}
-        trials = _Trials(self, exact)
+        trials = _Trials(self, exact, {layer.name for layer in quantizable(model)})
         method, layers, sums, found = trials.best()
-        quantize_(model, layers, sums, limits(trials.histograms, method), np.dtype(dtype))
+        placed = _placed(model, layers, sums, limits(trials.histograms, method))
+        quantize_(model, *placed, np.dtype(dtype))
         return replace(found, quality=quality)
+
+
+def _placed(
+    model: Any, layers: Sequence[Quantizable], sums: Sequence[ResidualSum], ranges: Mapping[str, float]
+) -> tuple[list[Quantizable], list[ResidualSum], dict[str, float]]:
+    """The same layers, sums and ranges in a model of another dtype: casts in it give its tensors other names."""
+    names = {layer.name for layer in layers}
+    own = {layer.name: layer for layer in quantizable(model) if layer.name in names}
+    nodes = {node.name: node for node in model.graph.node}
+    added = [ResidualSum(one.name, (nodes[one.name].input[0], nodes[one.name].input[1])) for one in sums]
+    pairs = [(own[layer.name].activation, layer.activation) for layer in layers]
+    pairs += [pair for new, old in zip(added, sums, strict=True) for pair in zip(new.inputs, old.inputs, strict=True)]
+    return list(own.values()), added, {name: ranges[source] for name, source in pairs}
 
 
 class _Trials:
     """One network, quantised in various degrees."""
 
-    def __init__(self, quantizer: Quantizer, exact: Any) -> None:
+    def __init__(self, quantizer: Quantizer, exact: Any, allowed: Collection[str]) -> None:
         self._quantizer, self._exact, self._progress = quantizer, exact, quantizer.progress
-        self.layers = quantizable(exact)
+        self.layers = [layer for layer in quantizable(exact) if layer.name in allowed]
         if not self.layers:
             raise ModelError("the network has no layer that can be quantised: no convolution or product with a weight")
         self.sums = self._joined_by(self.layers)
