@@ -1,6 +1,6 @@
 """Round trips through ONNX: how far exported files agree with the masked networks, and what int8 costs.
 
-    python experiments/export.py ASSETS WORK [--networks resnet18 ...] [--masks FILE] [--photos] [--gpu-only]
+    python experiments/export.py ASSETS WORK [--networks resnet18 ...] [--masks FILE] [--photos] [--sums] [--gpu-only]
 
 ASSETS has the checkpoints and photos, as for one_shot.py. WORK keeps masks, and for each of them a folder, named by its
 digest, with ONNX files and scores: what is there is used again.
@@ -8,7 +8,8 @@ ResNet-50 has the weights of its checkpoint; the other networks have random weig
 only the round trip is looked at. Masks are made in one shot, unless WORK has others. ResNet-50's may be given by
 --masks, a file that `accuracy.py --masks` kept. --photos also measures ResNet-50's files on 500 photos. As onnxruntime
 computes float16 in float32 on CPUs, PyTorch runs on a GPU, too: --gpu-only runs that alone, and keeps its scores in
-WORK for a machine without one. Writes experiments/results/export.json.
+WORK for a machine without one. --sums measures what Q/DQ on residual sums costs.
+Writes experiments/results/export.json.
 """
 
 import argparse
@@ -42,6 +43,8 @@ CALIBRATION_IMAGES = 256
 CPU = torch.device("cpu")
 PHOTOS = "500 ImageNet photos of 500 classes"
 HALF = "2:4, PyTorch float16 on a GPU"
+WITH_SUMS = ("resnet50_v1", "convnext_tiny", "swin_t")
+PROBE_IMAGES = 400
 
 
 def random_network(name: str) -> nn.Module:
@@ -172,6 +175,80 @@ def on_photos(assets: Path, work: Path) -> list[dict[str, Any]]:
     ]
 
 
+def cost_of_sums(name: str, assets: Path, work: Path) -> dict[str, Any]:
+    """Int8 with and without Q/DQ on residual sums, compared with the same network in float32, on photos."""
+    if name == "resnet50_v1":
+        model, masks, images = opened(name, assets, work)
+        test, data = photos(assets / "in1000_dev"), PHOTOS
+    else:
+        model = probed(name, assets)
+        masks, images = halve.prune(model), photos(assets / "in20_train", 8)
+        test, data = photos(assets / "in20_val_dev", PROBE_IMAGES), f"{PROBE_IMAGES} ImageNet photos of 20 classes"
+    folder = made_from(masks, work)
+    path = folder / f"{name}.sums.int8.onnx"
+    calibrate = photos(assets / "in20_train", CALIBRATION_IMAGES)
+    done = halve.export(model, masks, images, path, int8=True, calibrate=calibrate)
+    assert done.quantization is not None
+    exact = halve.export(model, masks, images, folder / f"{name}.sums.float32.onnx").path
+    files = {"float32": exact, "layers": without_sums(path), "layers and sums": path}
+    runs = {key: file_runner(file) for key, file in files.items()}
+    scores = {key: torch.cat([run(batch) for batch in test.split(20)]) for key, run in runs.items()}
+    against = {key: compare(scores[key], scores["float32"]) for key in ("layers", "layers and sums")}
+    return {
+        "network": name,
+        "data": data,
+        "photos": len(test),
+        "mask": described(masks),
+        "polygraphy_agrees": judged(path) == {layer.weight for layer in done.check.eligible},
+        "method": done.quantization.method,
+        "layers": len(done.quantization.costs),
+        "sums": done.quantization.sums,
+        "agreement": {key: found.share for key, found in against.items()},
+        "kl": {key: found.kl for key, found in against.items()},
+    }
+
+
+def probed(name: str, assets: Path) -> nn.Module:
+    """A random network whose head tells 20 classes apart, as well as its masked features allow."""
+    torch.manual_seed(0)
+    model = models.get_model(name, num_classes=20).eval()
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d | nn.Linear):  # so that branches are as large as what they are added to
+            nn.init.normal_(module.weight, 0, module.weight[0].numel() ** -0.5)
+        if hasattr(module, "layer_scale"):
+            nn.init.ones_(module.layer_scale)
+    head = [module for module in model.modules() if isinstance(module, nn.Linear)][-1]
+    loader = load_data(str(assets / "in20_train"), Preprocessing(224, 224), batch_size=16, limit=PROBE_IMAGES).loader
+    sparse, seen, labels = halve.apply(model, halve.prune(model)).eval(), [], []
+    last = [module for module in sparse.modules() if isinstance(module, nn.Linear)][-1]
+    last.register_forward_pre_hook(lambda module, inputs: seen.append(inputs[0]))
+    with torch.no_grad():
+        for images, classes in loader:
+            sparse(images)
+            labels.append(classes)
+        features, wanted = torch.cat(seen).double(), nn.functional.one_hot(torch.cat(labels), 20).double()
+        mean = features.mean(0)
+        centred = features - mean
+        ridge = 1e-2 * centred.square().sum() / len(mean) * torch.eye(len(mean), dtype=torch.float64)
+        weight = torch.linalg.solve(centred.T @ centred + ridge, centred.T @ (wanted - wanted.mean(0))).T
+        head.weight.copy_(10 * weight)
+        head.bias.copy_(10 * (wanted.mean(0) - weight @ mean))
+    return model
+
+
+def without_sums(path: Path) -> Path:
+    """The same file without Q/DQ on the inputs of sums."""
+    model = onnx.load(path)
+    read = {node.output[0]: node.input[0] for node in model.graph.node if node.op_type.endswith("antizeLinear")}
+    for node in model.graph.node:
+        if node.op_type == "Add":
+            for i, name in enumerate(node.input):
+                node.input[i] = read.get(read.get(name, name), name)
+    target = path.with_suffix(".without.onnx")
+    onnx.save(model, target)
+    return target
+
+
 def described(masks: halve.MaskSet) -> dict[str, Any]:
     """How masks were made, and which they are: the files have the same digest."""
     facts = {fact: masks.recipe[fact] for fact in ("method", "steps_done", "seed") if fact in masks.recipe}
@@ -233,6 +310,7 @@ def main() -> None:
     parser.add_argument("work", type=Path)
     parser.add_argument("--networks", nargs="*", default=list(NETWORKS), choices=list(NETWORKS))
     parser.add_argument("--photos", action="store_true")
+    parser.add_argument("--sums", nargs="*", choices=WITH_SUMS, help="what Q/DQ on residual sums costs; default: all")
     parser.add_argument("--masks", type=Path, help="of ResNet-50, to be kept in WORK")
     parser.add_argument("--gpu-only", action="store_true", help="only run what needs a GPU; record nothing")
     options = parser.parse_args()
@@ -252,6 +330,14 @@ def main() -> None:
     if options.photos:
         found["photos"] = on_photos(options.assets, options.work)
         RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+
+    if options.sums is not None:
+        for name in options.sums or WITH_SUMS:
+            record = about() | cost_of_sums(name, options.assets, options.work)
+            others = [r for r in found.get("sums", []) if r["network"] != name]
+            found["sums"] = sorted([*others, record], key=lambda r: WITH_SUMS.index(r["network"]))
+            RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+            print(record, flush=True)
 
 
 def about(device: torch.device = CPU) -> dict[str, Any]:

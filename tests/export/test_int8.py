@@ -4,15 +4,19 @@ import pytest
 import torch
 from onnx import TensorProto, numpy_helper
 from torch import nn
+from torchvision.models.convnext import CNBlockConfig, ConvNeXt
+from torchvision.models.swin_transformer import SwinTransformer
 
 import halve
 from halve.errors import DataError, ModelError, OptionError
 from halve.export import int8
 from halve.export.int8 import CalibrationImages, Quality
 from halve.export.quantize import quantized_weight
-from tests.export.nets import TwoInputs, images, initializer, residual
+from tests.export.nets import Scaled, TwoInputs, images, initializer, residual
 from tests.export.test_judge import agrees
 from tests.untouched import untouched
+
+PARTS = ("stem", "body", "head", "add")  # of a small network
 
 
 @pytest.fixture(scope="module")
@@ -69,8 +73,10 @@ def test_what_it_costs_is_measured_beside_float(quantized):
     assert sorted(found.costs) == ["body", "head", "point", "stem"]
     assert list(found.costs.values()) == sorted(found.costs.values(), reverse=True)
     assert all(0 < cost < 0.05 for cost in found.costs.values())
+    assert list(found.sums) == ["add"]
+    assert 0 < found.sums["add"] < 0.05
     assert found.left == ()
-    assert "4 of 4 layers in int8" in str(quantized[2])
+    assert "4 of 4 layers and 1 of 1 residual sums in int8" in str(quantized[2])
 
 
 def test_costs_are_those_of_each_layer_alone(quantized):
@@ -100,6 +106,102 @@ def test_layers_that_cost_too_much_stay_in_float(tmp_path):
     assert 0 < len(left) < 3
     assert set(left) == set(list(done.quantization.costs)[: len(left)])  # the costliest
     assert {layer.name for layer in done.check.layers if layer.dtype == "float16"} == set(left)
+
+
+def test_the_cost_of_a_sum_is_the_error_of_its_output_with_its_inputs_quantised(quantized):
+    model, masks, done = quantized
+    sparse = halve.apply(model, masks)
+    with torch.no_grad():
+        skip = sparse.bn1(sparse.stem(images(48)[36:])).relu()
+        branch = sparse.bn2(sparse.body(skip))
+    proto = onnx.load(done.path)
+    [added] = [node for node in proto.graph.node if node.op_type == "Add"]
+    [first, second] = (initializer(proto, name.replace("/dq", "/scale")) for name in added.input)
+    assert added.name == "add"
+    rounded = 0
+    for tensor, x in ((first, branch), (second, skip)):
+        scale = float(numpy_helper.to_array(tensor))
+        rounded = rounded + torch.clamp(torch.round(x / scale), -128, 127) * scale
+    exact = branch + skip
+    assert done.quantization.sums["add"] == pytest.approx(float((rounded - exact).norm() / exact.norm()), rel=0.1)
+
+
+def test_a_sum_that_costs_too_much_stays_in_float_and_the_layers_do_not(tmp_path):
+    torch.manual_seed(0)
+    model, data, path = Scaled().eval(), images(16), tmp_path / "net.onnx"
+    free = halve.export(model, None, images(), path, int8=True, calibrate=data).quantization
+    assert free.left == ()
+    assert free.drop > 0.3
+    done = halve.export(model, None, images(), path, int8=True, calibrate=data, max_drop=0.1)
+    assert done.quantization.left == ("add",)
+    assert done.quantization.drop < 0.1
+    assert {layer.dtype for layer in done.check.layers} == {"int8"}
+    [added] = [node for node in onnx.load(path).graph.node if node.name == "add"]
+    assert not any(name.endswith("/dq") for name in added.input)
+
+
+def test_nothing_is_quantised_if_nothing_may_be_lost(tmp_path):
+    torch.manual_seed(0)
+    done = halve.export(
+        Scaled().eval(), None, images(), tmp_path / "net.onnx", int8=True, calibrate=images(16), max_drop=0
+    )
+    assert done.quantization.left == ("stem", "body", "head", "add")
+    assert {layer.dtype for layer in done.check.layers} == {"float16"}
+    assert not any(node.op_type == "QuantizeLinear" for node in onnx.load(done.path).graph.node)
+
+
+@pytest.mark.parametrize("kind", ["ConvNeXt", "Swin"])
+def test_sums_of_networks_with_layer_scales_and_windows_are_quantised_once_per_tensor(kind, tmp_path):
+    torch.manual_seed(0)
+    if kind == "ConvNeXt":
+        model = ConvNeXt([CNBlockConfig(8, 16, 2), CNBlockConfig(16, None, 1)], layer_scale=1.0, num_classes=4).eval()
+    else:
+        model = SwinTransformer([4, 4], 8, [2, 1], [2, 2], [4, 4], num_classes=4).eval()
+    masks = halve.prune(model)
+    example, data = images(4, 32), images(12, 32)
+    done = halve.export(model, masks, example, tmp_path / "net.onnx", int8=True, calibrate=data)
+    proto = onnx.load(done.path)
+    names, nodes = set(done.quantization.sums), {node.name: node for node in proto.graph.node}
+    assert len(names) == {"ConvNeXt": 3, "Swin": 6}[kind]
+    produced = {name: node for node in proto.graph.node for name in node.output}
+    for name in names:
+        assert [produced[tensor].op_type for tensor in nodes[name].input] == ["DequantizeLinear"] * 2
+    read = [node.input[0] for node in proto.graph.node if node.op_type == "QuantizeLinear"]
+    assert len(read) == len(set(read))
+    assert all(not numpy_helper.to_array(t).any() for t in proto.graph.initializer if t.name.endswith("/zero"))
+    assert {layer.name for layer in done.check.eligible} == set(masks)
+    assert agrees(done.path) == len(masks)
+    assert done.difference < 0.1
+
+
+class CastingNorm(nn.LayerNorm):
+    """A norm that computes in float32 whatever it gets, as many transformers do."""
+
+    def forward(self, x):
+        weight, bias = self.weight.float(), self.bias.float()
+        return nn.functional.layer_norm(x.float(), self.normalized_shape, weight, bias).to(x.dtype)
+
+
+class Casting(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.stem, self.body, self.head = nn.Linear(16, 16), nn.Linear(16, 16), nn.Linear(16, 5)
+        self.before, self.after = CastingNorm(16), CastingNorm(16)
+
+    def forward(self, x):
+        x = self.stem(x)
+        return self.head(x + self.after(self.body(self.before(x))))
+
+
+def test_layers_and_sums_behind_casts_are_quantised_in_float16_as_well(tmp_path):
+    torch.manual_seed(0)
+    path = tmp_path / "net.onnx"
+    halve.export(Casting().eval(), None, torch.randn(4, 6, 16), path, int8=True, calibrate=torch.randn(16, 6, 16))
+    proto = onnx.load(path)
+    assert any(node.op_type == "Cast" for node in proto.graph.node)
+    produced = {node.output[0]: node.op_type for node in proto.graph.node}
+    read = {node.name: [produced[name] for name in node.input[:2]] for node in proto.graph.node if node.name in PARTS}
+    assert read == dict.fromkeys(PARTS, ["DequantizeLinear"] * 2)
 
 
 def test_networks_with_several_inputs_are_calibrated_on_all_of_them(tmp_path):

@@ -5,8 +5,9 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from halve.export.calibration import LEVELS, measured
-from halve.export.quantize import activations_of, quantizable, quantize_, quantized_weight, residual_inputs
+from halve.export.quantize import activations_of, quantizable, quantize_, quantized_weight
 from halve.export.runtime import Session
+from halve.export.sums import ResidualSum
 from tests.export.nets import initializer
 
 
@@ -39,6 +40,7 @@ def residual_block(dtype=np.float32):
 
 
 LIMITS = {"x": 4.0, "r": 20.0, "b": 60.0, "f": 10.0}
+SUMS = [ResidualSum("sum", ("b", "r"))]
 
 
 def test_layers_with_constant_weights_can_be_quantised_along_their_output_channels():
@@ -56,12 +58,10 @@ def test_transposed_convolutions_and_products_of_activations_cannot():
     assert [layer.name for layer in quantizable(model)] == ["b"]
 
 
-def test_only_sums_of_two_computed_tensors_are_residual():
+def test_inputs_of_layers_and_sums_are_quantised_in_the_order_of_the_graph():
     model = residual_block()
-    layers = quantizable(model)
-    assert residual_inputs(model, layers) == {"b", "r"}  # not the bias
-    assert residual_inputs(model, [layer for layer in layers if layer.name == "a"]) == set()
-    assert activations_of(model, layers) == ["x", "r", "b", "f"]  # in the order of the graph
+    assert activations_of(model, quantizable(model), SUMS) == ["x", "r", "b", "f"]
+    assert activations_of(model, quantizable(model)) == ["x", "r", "f"]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
@@ -70,7 +70,7 @@ def test_a_quantised_graph_is_valid_and_computes_about_the_same(dtype):
     model = residual_block(dtype)
     before = Session(model.SerializeToString())
     seen = measured(residual_block(), LIMITS, [(x,)])
-    quantize_(model, quantizable(model), {name: histogram.largest for name, histogram in seen.items()})
+    quantize_(model, quantizable(model), SUMS, {name: histogram.largest for name, histogram in seen.items()}, dtype)
     onnx.checker.check_model(model, full_check=True)
     expected, found = (session.run([x])[0].float() for session in (before, Session(model.SerializeToString())))
     assert 0 < float((found - expected).norm() / expected.norm()) < 0.03
@@ -78,7 +78,7 @@ def test_a_quantised_graph_is_valid_and_computes_about_the_same(dtype):
 
 def test_q_and_dq_have_zero_points_of_zero_and_scales_of_the_dtype():
     model = residual_block(np.float16)
-    quantize_(model, quantizable(model), LIMITS)
+    quantize_(model, quantizable(model), SUMS, LIMITS, np.float16)
     kinds = {tensor.name.rpartition("/")[2]: tensor.data_type for tensor in model.graph.initializer}
     assert kinds == {
         "scale": TensorProto.FLOAT16, "zero": TensorProto.INT8, "int8": TensorProto.INT8, "bias": TensorProto.FLOAT16,
@@ -93,14 +93,21 @@ def test_q_and_dq_have_zero_points_of_zero_and_scales_of_the_dtype():
 
 def test_a_tensor_is_quantised_once_for_all_of_its_readers():
     model = residual_block()
-    quantize_(model, quantizable(model), LIMITS)
+    quantize_(model, quantizable(model), SUMS, LIMITS)
     inputs = {node.name: list(node.input) for node in model.graph.node if node.name in ("b", "sum")}
     assert inputs == {"b": ["r/dq", "b.w/dq"], "sum": ["b/dq", "r/dq"]}
 
 
+def test_a_sum_can_be_left_out_while_its_layer_is_quantised():
+    model = residual_block()
+    quantize_(model, quantizable(model), [], LIMITS)
+    inputs = {node.name: list(node.input) for node in model.graph.node if node.name in ("b", "sum")}
+    assert inputs == {"b": ["r/dq", "b.w/dq"], "sum": ["b", "r"]}
+
+
 def test_layers_that_are_left_out_keep_their_inputs():
     model = residual_block()
-    quantize_(model, [layer for layer in quantizable(model) if layer.name == "fc"], LIMITS)
+    quantize_(model, [layer for layer in quantizable(model) if layer.name == "fc"], [], LIMITS)
     nodes = {node.name: node for node in model.graph.node}
     assert list(nodes["b"].input) == ["r", "b.w"]
     assert list(nodes["sum"].input) == ["b", "r"]

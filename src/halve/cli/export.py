@@ -35,7 +35,9 @@ def export(
     ] = 512,
     max_drop: Annotated[
         float | None,
-        typer.Option(min=0, max=1, help="With --int8: leave layers in float until at most this agreement is lost."),
+        typer.Option(
+            min=0, max=1, help="With --int8: leave sums and layers in float until at most this agreement is lost."
+        ),
     ] = None,
     data: Annotated[
         str | None,
@@ -148,8 +150,10 @@ def _show(check: OnnxCheck) -> None:
 
 
 def _show_quantization(found: Quantization) -> None:
-    rows = [(name, show.percent(cost), "float" if name in found.left else "int8") for name, cost in found.costs.items()]
-    show.table("what quantisation costs each layer, alone", ("layer", ">error of its output", "stays in"), rows)
+    costs = {**found.costs, **found.sums}
+    rows = [(name, show.percent(cost), "float" if name in found.left else "int8") for name, cost in costs.items()]
+    title = "what quantisation costs each layer and residual sum, alone"
+    show.table(title, ("layer or sum", ">error of its output", "stays in"), rows)
     table = [
         (name, show.percent(q.agreement), "-" if q.kl is None else f"{q.kl:.4f}", show.percent(q.error))
         for name, q in found.quality.items()

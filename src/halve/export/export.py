@@ -123,12 +123,12 @@ def export(
         path: The file to write. Weights beyond 2 GB go to `PATH.data` beside it.
         dtype: torch.float32, torch.float16 or torch.bfloat16: what the weights and inputs of the file are, and what
             TensorRT computes in. Default: float32, or float16 with `int8`.
-        int8: Quantise convolutions and matrix products to int8 with Q/DQ nodes, symmetrically and with zero point 0, so
-            that every zero stays a zero. Everything else stays in `dtype`. Default: False.
+        int8: Quantise convolutions, matrix products and residual sums to int8 with Q/DQ nodes, symmetrically and with
+            zero point 0, so that every zero stays a zero. Everything else stays in `dtype`. Default: False.
         calibrate: With `int8`, images of one size to find the ranges of activations: a few hundred, without labels. A
             quarter of them is held out to choose and to measure on.
-        max_drop: With `int8`, leave the costliest layers in `dtype` until at most this share of the predictions is lost
-            compared with the masked model (or this relative error of outputs, if they are not class scores).
+        max_drop: With `int8`, leave the costliest sums and layers in `dtype` until at most this share of predictions is
+            lost compared with the masked model (or this relative error of outputs, if they are not class scores).
         preprocess: (mean, std) of each channel, to let the file take pixels (uint8, 0 to 255) and normalise them. The
             example and calibration images are still normalised ones. Default: the file takes what the model takes.
         on_changed: What to do if the weights are not those the masks were made for: "warn" (default), "error" or

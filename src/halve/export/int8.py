@@ -1,10 +1,11 @@
 """Quantise a network to int8 with 2:4 weights: calibrate, choose a method, and leave in float what costs too much."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,6 +18,7 @@ from halve.export.file import MAX_BYTES, is_large
 from halve.export.network import outputs_of
 from halve.export.quantize import Quantizable, activations_of, quantizable, quantize_
 from halve.export.runtime import Session
+from halve.export.sums import ResidualSum, residual_sums
 
 LEAST_IMAGES = 8
 _HELD_OUT = 0.25  # of the images, to choose on
@@ -67,7 +69,8 @@ class Quantization:
         method: How activation ranges were chosen: the best of `METHODS` on images that were not calibrated on.
         distances: The distance to the masked network by method: KL divergence, or the relative error of outputs.
         costs: For each layer the relative error of its output when it alone is quantised, the largest first.
-        left: Layers that stay in float, since they cost too much or cannot be quantised.
+        sums: The same for each residual sum, when only its two inputs are quantised.
+        left: Layers and residual sums that stay in float, since they cost too much.
         drop: What agreement is lost to the masked network in float; the relative error if outputs are not class scores.
         quality: Agreement with the dense network, of the masked one in "float32", in the file's dtype and in "int8".
         images: The number of images that were calibrated on.
@@ -77,6 +80,7 @@ class Quantization:
     method: str
     distances: dict[str, float]
     costs: dict[str, float]
+    sums: dict[str, float]
     left: tuple[str, ...]
     drop: float
     quality: Mapping[str, Quality]
@@ -95,9 +99,11 @@ class Quantization:
         )
         values = {name: q.error if q.agreement is None else q.agreement for name, q in self.quality.items()}
         shown = ", ".join(f"{name} {100 * value:.1f} %" for name, value in values.items())
-        quantized = len(self.costs) - len(self.left)
+        counts = [f"{len(self.costs.keys() - self.left)} of {len(self.costs)} layers"]
+        if self.sums:
+            counts.append(f"{len(self.sums.keys() - self.left)} of {len(self.sums)} residual sums")
         return (
-            f"{quantized} of {len(self.costs)} layers in int8, ranges by {self.method}; "
+            f"{' and '.join(counts)} in int8, ranges by {self.method}; "
             f"{measure} on {self.held_out} held-out images: {shown}"
         )
 
@@ -108,7 +114,10 @@ class Quantization:
     def as_json(self) -> dict[str, Any]:
         """The outcome as JSON values."""
         return {
-            **{key: getattr(self, key) for key in ("method", "distances", "costs", "drop", "images", "held_out")},
+            **{
+                key: getattr(self, key)
+                for key in ("method", "distances", "costs", "sums", "drop", "images", "held_out")
+            },
             "left": list(self.left),
             "quality": {name: vars(quality) for name, quality in self.quality.items()},
         }
@@ -181,7 +190,7 @@ class Quantizer:
         Args:
             images: What to calibrate and measure on.
             dense: The dense network, in float32 on the CPU and in eval mode.
-            max_drop: Leave the costliest layers in float until at most this is lost; None quantises all.
+            max_drop: Leave the costliest sums and layers in float until at most this is lost; None quantises all.
             progress: Wraps loops that take long.
         """
         self.max_drop, self.progress = max_drop, progress
@@ -214,101 +223,124 @@ class Quantizer:
             raise ModelError(f"int8 needs a network of at most {MAX_BYTES:,} bytes in float32, protobuf's limit")
         in_float = {"float32": exact} | ({} if dtype == "float32" else {dtype: model})
         quality = {name: self.quality(one.SerializeToString()) for name, one in in_float.items()}
-        trials = _Trials(self, exact)
-        method, kept, found = trials.best()
-        if kept:
-            quantize_(model, kept, limits(trials.histograms, method))
+        trials = _Trials(self, exact, {layer.name for layer in quantizable(model)})
+        method, layers, sums, found = trials.best()
+        placed = _placed(model, layers, sums, limits(trials.histograms, method))
+        quantize_(model, *placed, np.dtype(dtype))
         return replace(found, quality=quality)
+
+
+def _placed(
+    model: Any, layers: Sequence[Quantizable], sums: Sequence[ResidualSum], ranges: Mapping[str, float]
+) -> tuple[list[Quantizable], list[ResidualSum], dict[str, float]]:
+    """The same layers, sums and ranges in a model of another dtype: casts in it give its tensors other names."""
+    names = {layer.name for layer in layers}
+    own = {layer.name: layer for layer in quantizable(model) if layer.name in names}
+    nodes = {node.name: node for node in model.graph.node}
+    added = [ResidualSum(one.name, (nodes[one.name].input[0], nodes[one.name].input[1])) for one in sums]
+    pairs = [(own[layer.name].activation, layer.activation) for layer in layers]
+    pairs += [pair for new, old in zip(added, sums, strict=True) for pair in zip(new.inputs, old.inputs, strict=True)]
+    return list(own.values()), added, {name: ranges[source] for name, source in pairs}
 
 
 class _Trials:
     """One network, quantised in various degrees."""
 
-    def __init__(self, quantizer: Quantizer, exact: Any) -> None:
+    def __init__(self, quantizer: Quantizer, exact: Any, allowed: Collection[str]) -> None:
         self._quantizer, self._exact, self._progress = quantizer, exact, quantizer.progress
-        self.layers = quantizable(exact)
+        self.layers = [layer for layer in quantizable(exact) if layer.name in allowed]
         if not self.layers:
             raise ModelError("the network has no layer that can be quantised: no convolution or product with a weight")
+        self.sums = self._joined_by(self.layers)
         batches = tracked(_batches(quantizer.images.calibration), self._progress, "calibrating")
-        self.histograms = measured(exact, activations_of(exact, self.layers), batches)
+        self.histograms = measured(exact, activations_of(exact, self.layers, self.sums), batches)
         self._masked = quantizer.outputs(exact.SerializeToString())
 
-    def best(self) -> tuple[str, list[Quantizable], Quantization]:
-        """The method, the layers to quantise, and what that does."""
-        tried = {method: Quality.of(self._quantized(self.layers, method), self._masked) for method in METHODS}
+    @property
+    def _parts(self) -> list[Quantizable | ResidualSum]:
+        return [*self.layers, *self.sums]
+
+    def best(self) -> tuple[str, list[Quantizable], list[ResidualSum], Quantization]:
+        """The method, the layers and sums to quantise, and what that does."""
+        tried = {
+            method: Quality.of(self._quantized(self.layers, self.sums, method), self._masked) for method in METHODS
+        }
         method = min(tried, key=lambda name: tried[name].distance)
         costs = self._costs(method)
-        kept = sorted(self.layers, key=lambda layer: -costs[layer.name])
-        drop, budget = self._drop(kept, method), self._quantizer.max_drop
-        ordered = {layer.name: costs[layer.name] for layer in kept}
+        layers = sorted(self.layers, key=lambda layer: -costs[layer.name])
+        sums = sorted(self.sums, key=lambda one: -costs[one.name])
+        by_layer, by_sum = ({part.name: costs[part.name] for part in parts} for parts in (layers, sums))
+        drop, budget = self._drop(layers, sums, method), self._quantizer.max_drop
         if budget is not None and drop > budget:
-            kept, drop = self._within(kept, method, budget)
-        chosen = {layer.name for layer in kept}
-        left = tuple(layer.name for layer in self.layers if layer.name not in chosen)
+            layers, sums = self._within(layers, sums, method, budget)
+            drop = self._drop(layers, sums, method)
+        chosen = {layer.name for layer in layers} | {one.name for one in sums}
+        left = tuple(part.name for part in self._parts if part.name not in chosen)
         distances = {name: quality.distance for name, quality in tried.items()}
-        images = self._quantizer.images
-        return (
-            method,
-            kept,
-            Quantization(
-                *(method, distances, ordered, left, drop, {}, len(images.calibration[0]), len(images.held_out[0]))
-            ),
-        )
+        counts = [len(images[0]) for images in (self._quantizer.images.calibration, self._quantizer.images.held_out)]
+        return method, layers, sums, Quantization(method, distances, by_layer, by_sum, left, drop, {}, *counts)
 
-    def _within(self, order: list[Quantizable], method: str, max_drop: float) -> tuple[list[Quantizable], float]:
-        """The layers that can be quantised within a budget: as few of the costliest as possible stay in float."""
-        low, high = 1, len(order)  # with all of them in float, nothing is lost
-        while low < high:
-            middle = (low + high) // 2
-            low, high = (low, middle) if self._drop(order[middle:], method) <= max_drop else (middle + 1, high)
-        return order[low:], self._drop(order[low:], method)
+    def _within(
+        self, layers: list[Quantizable], sums: list[ResidualSum], method: str, max_drop: float
+    ) -> tuple[list[Quantizable], list[ResidualSum]]:
+        """What can be quantised within a budget: as few of the costliest layers, then sums, as possible stay in float.
 
-    def _drop(self, layers: Sequence[Quantizable], method: str) -> float:
-        outputs = self._quantized(layers, method)
+        Layers come first: in float they lose sparse int8 kernels, while a sum only reads and writes more memory.
+        """
+        layers = layers[_least(len(layers), lambda count: self._drop(layers[count:], [], method) <= max_drop) :]
+        joined = set(self._joined_by(layers))
+        sums = [one for one in sums if one in joined]
+        return layers, sums[_least(len(sums), lambda count: self._drop(layers, sums[count:], method) <= max_drop) :]
+
+    def _joined_by(self, layers: Sequence[Quantizable]) -> list[ResidualSum]:
+        return residual_sums(self._exact, [layer.name for layer in layers])
+
+    def _drop(self, layers: Sequence[Quantizable], sums: Sequence[ResidualSum], method: str) -> float:
+        outputs = self._quantized(layers, sums, method)
         dense = self._quantizer.dense
         ours, masked = Quality.of(outputs, dense), Quality.of(self._masked, dense)
         if ours.agreement is None or masked.agreement is None:
             return Quality.of(outputs, self._masked).error
         return max(0.0, masked.agreement - ours.agreement)
 
-    def _quantized(self, layers: Sequence[Quantizable], method: str) -> list[Tensor]:
-        """The outputs for the held-out images with some layers quantised."""
+    def _quantized(self, layers: Sequence[Quantizable], sums: Sequence[ResidualSum], method: str) -> list[Tensor]:
+        """The outputs for the held-out images with some layers and sums quantised."""
         if not layers:
             return self._masked
         copy = packages.onnx().ModelProto()
         copy.CopyFrom(self._exact)
-        quantize_(copy, layers, limits(self.histograms, method))
+        quantize_(copy, layers, sums, limits(self.histograms, method))
         return self._quantizer.outputs(copy.SerializeToString())
 
     def _costs(self, method: str) -> dict[str, float]:
-        """The relative error of each layer's output when it alone is quantised, from one run over some images."""
+        """The relative error of the output of each layer and sum when it alone is quantised, from one run."""
         session = Session(self._with_errors(method))
         images = _batches(self._quantizer.images.held_out)[:2]
-        names = [f"{layer.name}/{what}" for layer in self.layers for what in ("error", "norm")]
+        parts = [part.name for part in self._parts]
+        names = [f"{part}/{what}" for part in parts for what in ("error", "norm")]
         totals = torch.zeros(len(names), dtype=torch.float64)
         for batch in tracked(images, self._progress, "cost of each layer"):
             totals += torch.stack([value.double().reshape(()) for value in session.run(batch, names)])
         errors = (totals[0::2] / totals[1::2].clamp(min=1e-30)).sqrt().tolist()
-        return {layer.name: error for layer, error in zip(self.layers, errors, strict=True)}
+        return dict(zip(parts, errors, strict=True))
 
     def _with_errors(self, method: str) -> bytes:
-        """The exact network, with each layer's squared error when it is quantised, and its squared norm, as outputs."""
+        """The exact network, with two more outputs per layer and sum: its squared error when quantised, and norm."""
         onnx, chosen = packages.onnx(), limits(self.histograms, method)
         helper = onnx.helper
         model = onnx.ModelProto()
         model.CopyFrom(self._exact)
         by_name = {node.name: node for node in self._exact.graph.node}
-        single = onnx.ModelProto()
-        for layer in self.layers:
-            single.CopyFrom(self._exact)
-            del single.graph.node[:]
-            single.graph.node.append(by_name[layer.name])
-            del single.graph.initializer[:]
-            own = [tensor for tensor in self._exact.graph.initializer if tensor.name in by_name[layer.name].input]
-            single.graph.initializer.extend(own)
-            single.graph.input.append(helper.make_empty_tensor_value_info(layer.activation))
-            quantize_(single, [layer], chosen)
-            prefix, shared = f"{layer.name}//", {layer.activation}
+        tensors = {tensor.name: tensor for tensor in self._exact.graph.initializer}
+        for part in self._parts:
+            layers, sums = ([part], []) if isinstance(part, Quantizable) else ([], [part])
+            shared = {part.activation} if isinstance(part, Quantizable) else set(part.inputs)
+            single = onnx.ModelProto()
+            single.graph.node.append(by_name[part.name])
+            single.graph.initializer.extend(tensors[name] for name in by_name[part.name].input if name in tensors)
+            single.graph.input.extend(helper.make_empty_tensor_value_info(name) for name in shared)
+            quantize_(single, layers, sums, chosen)
+            prefix = f"{part.name}//"
             for tensor in single.graph.initializer:
                 tensor.name = prefix + tensor.name
                 model.graph.initializer.append(tensor)
@@ -318,19 +350,32 @@ class _Trials:
                         place[i] = name if name in shared or not name else prefix + name
                 node.name = prefix + node.name
                 model.graph.node.append(node)
-            output = by_name[layer.name].output[0]
+            output = by_name[part.name].output[0]
             model.graph.node.extend(
                 [
-                    helper.make_node("Sub", [output, prefix + output], [f"{layer.name}/difference"]),
+                    helper.make_node("Sub", [output, prefix + output], [f"{part.name}/difference"]),
                     helper.make_node(
-                        "ReduceSumSquare", [f"{layer.name}/difference"], [f"{layer.name}/error"], keepdims=0
+                        "ReduceSumSquare", [f"{part.name}/difference"], [f"{part.name}/error"], keepdims=0
                     ),
-                    helper.make_node("ReduceSumSquare", [output], [f"{layer.name}/norm"], keepdims=0),
+                    helper.make_node("ReduceSumSquare", [output], [f"{part.name}/norm"], keepdims=0),
                 ]
             )
             for what in ("error", "norm"):
                 model.graph.output.append(
-                    helper.make_tensor_value_info(f"{layer.name}/{what}", onnx.TensorProto.FLOAT, [])
+                    helper.make_tensor_value_info(f"{part.name}/{what}", onnx.TensorProto.FLOAT, [])
                 )
         content: bytes = model.SerializeToString()
         return content
+
+
+def _least(most: int, fits: Callable[[int], bool]) -> int:
+    """The least number that fits, between 0 and one that is known to fit.
+
+    >>> _least(10, lambda number: number >= 7)
+    7
+    """
+    low, high = 0, most
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fits(middle) else (middle + 1, high)
+    return low

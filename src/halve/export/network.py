@@ -1,6 +1,7 @@
 """Turn a masked network into an ONNX graph: channels moved, BatchNorm folded, in one dtype, with a dynamic batch."""
 
 import ast
+import itertools
 import json
 import warnings
 from collections import Counter
@@ -240,11 +241,25 @@ def _name_layers_(graph: Any, readers: Mapping[str, str], prefix: str) -> None:
         seen[name] += 1
         name = name if seen[name] == 1 else f"{name}.call{seen[name]}"
         node.name = f"{name}.product" if name in others else name
+    _name_sums_(graph, prefix)
     for node in graph.node:  # they hold paths of the user's source code, and double the size of a small file
         node.ClearField("metadata_props")
         node.ClearField("doc_string")
     for value in (*graph.value_info, *graph.input, *graph.output, *graph.initializer):
         value.ClearField("metadata_props")
+
+
+def _name_sums_(graph: Any, prefix: str) -> None:
+    """Name sums of computed tensors after the module that adds them: what int8 costs is said for each."""
+    constants = {tensor.name for tensor in graph.initializer}
+    taken = {node.name for node in graph.node}
+    for node in graph.node:
+        if node.op_type == "Add" and constants.isdisjoint(node.input):
+            module = _layer_of(node, {})
+            first = f"{module}.".removeprefix(prefix) + "add" if module else "add"
+            names = itertools.chain([first], (f"{first}_{number}" for number in itertools.count(2)))
+            node.name = next(name for name in names if name not in taken)
+            taken.add(node.name)
 
 
 def _layer_of(node: Any, readers: Mapping[str, str]) -> str:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from halve.export import packages
 from halve.export.calibration import LEVELS
 from halve.export.file import OnnxFile, from_numpy
+from halve.export.sums import ResidualSum
 from halve.export.weights import products_in
 
 _OPERATORS = ("Conv", "Gemm", "MatMul")  # transposed convolutions stay in float
@@ -45,44 +46,35 @@ def quantizable(model: Any) -> list[Quantizable]:
     return found
 
 
-def residual_inputs(model: Any, layers: Collection[Quantizable]) -> set[str]:
-    """The tensors that residual sums add: sums of two computed tensors, of which a quantised layer made one."""
-    graph = model.graph
-    constants = {tensor.name for tensor in graph.initializer}
-    names = {layer.name for layer in layers}
-    made = {node.output[0] for node in graph.node if node.name in names}
-    dense = {node.output[0] for node in graph.node if node.op_type == "Constant"} | constants
-    found: set[str] = set()
-    for node in graph.node:
-        if node.op_type == "Add" and not dense & set(node.input) and made & set(node.input):
-            found |= set(node.input)
-    return found
-
-
-def activations_of(model: Any, layers: Collection[Quantizable]) -> list[str]:
-    """The tensors that get Q/DQ nodes if these layers are quantised, in the order of the graph."""
-    wanted = {layer.activation for layer in layers} | residual_inputs(model, layers)
+def activations_of(model: Any, layers: Collection[Quantizable], sums: Collection[ResidualSum] = ()) -> list[str]:
+    """The tensors that get Q/DQ nodes if these layers and sums are quantised, in the order of the graph."""
+    wanted = {layer.activation for layer in layers} | {name for one in sums for name in one.inputs}
     given = [value.name for value in model.graph.input]
     produced = [name for node in model.graph.node for name in node.output]
     return [name for name in (*given, *produced) if name in wanted]
 
 
-def quantize_(model: Any, layers: Collection[Quantizable], limits: Mapping[str, float]) -> None:
-    """Quantise some layers of a model in place.
+def quantize_(
+    model: Any,
+    layers: Collection[Quantizable],
+    sums: Collection[ResidualSum],
+    limits: Mapping[str, float],
+    dtype: Any = np.float32,
+) -> None:
+    """Quantise some layers and residual sums of a model in place.
 
     Args:
-        model: A model in float32 or float16. Scales have its dtype, as ONNX wants it.
+        model: A model in float32 or float16.
         layers: The layers, from `quantizable`.
+        sums: The sums, from `residual_sums`.
         limits: The largest magnitude of each activation that int8 covers.
+        dtype: What the model computes in. Scales have it, as ONNX wants it. Default: float32.
     """
     helper, graph = packages.onnx().helper, model.graph
     tensors = {tensor.name: tensor for tensor in graph.initializer}
-    dtype = packages.onnx().numpy_helper.to_array(tensors[next(iter(layers)).weight]).dtype
-    sums = residual_inputs(model, layers)
-    readers = {layer.name for layer in layers}
     before: dict[str, list[Any]] = {}  # nodes to put before the first reader of a tensor
     dequantized: dict[str, str] = {}
-    for name in activations_of(model, layers):
+    for name in activations_of(model, layers, sums):
         scale = _scales(np.array(limits[name]), dtype)
         graph.initializer.extend(
             [from_numpy(scale, f"{name}/scale"), from_numpy(np.zeros((), np.int8), f"{name}/zero")]
@@ -98,11 +90,11 @@ def quantize_(model: Any, layers: Collection[Quantizable], limits: Mapping[str, 
     for weight, axis in {layer.weight: layer.axis for layer in layers}.items():
         before[weight] = [_store_(graph, tensors[weight], axis, dtype)]
         dequantized[weight] = f"{weight}/dq"
+    readers = {layer.name for layer in layers} | {one.name for one in sums}
     nodes = []
     for node in graph.node:
-        is_sum = node.op_type == "Add" and set(node.input) <= sums
-        if node.name in readers or is_sum:
-            for position, name in enumerate(node.input if is_sum else node.input[:2]):
+        if node.name in readers:
+            for position, name in enumerate(node.input[:2]):  # not the bias of a layer
                 if name in dequantized:
                     nodes += before.pop(name, [])
                     node.input[position] = dequantized[name]
