@@ -227,9 +227,9 @@ def photos() -> str:
     flips = {(r["system"], r["dtype"]): r["flips"] for r in records}
     dtypes = list(dict.fromkeys(r["dtype"] for r in records))
     rows = [
-        [name, *(f"{flips[system, dtype]:,}" for dtype in dtypes)]
+        [name, *(f"{flips[system, dtype]:,}" if (system, dtype) in flips else "-" for dtype in dtypes)]
         for system, name in names.items()
-        if (system, dtypes[0]) in flips
+        if any((system, dtype) in flips for dtype in dtypes)
     ]
     count = records[0]["photos"]
     note = f"{measured_on(records)} (`benchmarks/bench_photos.py`)."

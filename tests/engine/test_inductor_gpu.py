@@ -45,13 +45,20 @@ def test_convnext_blocks_are_compiled_by_inductor(tmp_path, monkeypatch):
     assert float((again(x) - fast(x)).norm() / expected.norm()) < 1e-3
 
 
+def few_layers():
+    """A network with few kernels to compile and time: recordings are what matters."""
+    convolutions = [nn.Conv2d(3, 64, 3, 2, 1), nn.Conv2d(64, 64, 3, 1, 1), nn.Conv2d(64, 128, 3, 2, 1)]
+    layers = [module for one in convolutions for module in (one, nn.ReLU())]
+    return nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(128, 10)).eval()
+
+
 @pytest.mark.long
 def test_recordings_live_next_to_those_of_torch_compile(monkeypatch):
     """Recorded networks, torch.compile with CUDA graphs, new recordings and freed memory in turns, for a minute."""
     monkeypatch.setattr("halve.engine.compiled.by_default", lambda device: False)
     torch.manual_seed(0)
     device = torch.device("cuda", torch.cuda.current_device())
-    model = torchvision.models.resnet18(num_classes=10).eval()
+    model = few_layers()
     masks = halve.prune(model)
     fast = halve.compile(model, masks, torch.randn(8, 3, 64, 64, device="cuda").half(), batch_sizes=[1, 32])
     dense = torchvision.models.resnet18(num_classes=10).eval().cuda().half()
