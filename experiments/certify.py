@@ -94,8 +94,8 @@ RUNS = {
         for name in ("digits", "cifar_resnet20", "resnet50_v1")
     },
     "digits_agreement": Run("digits", "agreement", None, 50, None, "attack"),
-    **{f"digits_agreement_{u}": Run("digits", "joint agreement", u, 20) for u in (1e-3, 3e-3, 4e-3, 6e-3)},
-    **{f"resnet20_agreement_{u}": Run("cifar_resnet20", "joint agreement", u, 10, STAGE_3) for u in (3e-4, 1e-3)},
+    **{f"digits_agreement_{u}": Run("digits", "joint agreement", u, 12) for u in (1e-3, 3e-3, 6e-3)},
+    **{f"resnet20_agreement_{u}": Run("cifar_resnet20", "joint agreement", u, 4, STAGE_3) for u in (3e-4, 1e-3)},
     "resnet20_flips": Run("cifar_resnet20", "flips", None, 10_000, None, "exact binomial"),
     "resnet50_flips": Run("resnet50_v1", "flips", None, 7_400, None, "exact binomial"),
     "resnet50_flips_learned": Run("resnet50_v1", "flips", None, 7_400, None, "exact binomial"),

@@ -155,8 +155,8 @@ class JointBounds(Bounds):
 
         It is negative if there are none: then both predict the same class after every update. Let the dense network
         predict j and the masked one k. Its margin of j over k, m, is not positive. The dense margin is at most d, that
-        of j over k, and so at most d - w m for every w >= 0, of which the smallest bound is taken. Classes j that the
-        dense network never predicts, as `label` always has a higher score, and pairs for which m > 0 do not count.
+        of j over k, and so at most d - w m for every w >= 0, of which the smallest bound is taken; and it is at most
+        that of j over `label`. Classes that a network never predicts, as `label` has a higher score, do not count.
 
         Args:
             label: The class that the dense network predicts without an update.
@@ -164,23 +164,26 @@ class JointBounds(Bounds):
         """
         if bool(self.overflow.any()):
             return math.inf
-        classes = self.values[-1].low.shape[1] // 2
-        others = [k for k in range(classes) if k != label]
-        with torch.no_grad():
-            ahead = self._each(self._rows([(label, k) for k in others], 1.0, 0.0))
-        predicted = [label, *(k for k, bound in zip(others, ahead.tolist(), strict=True) if not bound > 0)]
-        pairs = [(j, k) for j in predicted for k in range(classes) if k != j and self._may_prefer(k, j)]
+        dense, masked = (self._predicted(label, network, optimise) for network in (0, 1))
+        pairs = [(j, k) for j in dense for k in masked if j != k]
         if not pairs:
             return -math.inf
-        with torch.no_grad():
-            kept = self._each(self._rows(pairs, 0.0, 1.0))
-            pairs = [pair for pair, bound in zip(pairs, kept.tolist(), strict=True) if not bound > 0]
-            if not pairs:
-                return -math.inf
-            best, weights = self._best_weights(pairs)
-        if optimise and not bool((best > 0).all()):
-            best = torch.maximum(best, self._each(self._rows(pairs, -1.0, weights), optimise=True))
-        return -float(best.min())
+        best, weights = self._best_weights(pairs)
+        if optimise:
+            best = torch.maximum(best, self._each(self._rows(pairs, -1.0, weights), optimise))
+        bounds: list[float] = best.tolist()
+        return max(-max(bound, dense[j]) for (j, _), bound in zip(pairs, bounds, strict=True))
+
+    def _predicted(self, label: int, network: int, optimise: bool) -> dict[int, float]:
+        """The classes that a network may predict: `label`, and others with lower bounds of its margin over them."""
+        low, high = (end[0].chunk(2)[network].tolist() for end in self.values[-1])
+        others = [k for k in range(len(low)) if k != label and not low[label] > high[k]]
+        found = {label: -math.inf}
+        if others:
+            rows = self._rows([(label, k) for k in others], 1.0 - network, float(network))
+            bounds = self._each(rows, optimise).tolist()
+            found |= {k: bound for k, bound in zip(others, bounds, strict=True) if not bound > 0}
+        return found
 
     def _best_weights(self, pairs: list[tuple[int, int]]) -> tuple[Tensor, Tensor]:
         """Lower bounds of w m - d for pairs of classes, and the weights w for which they were found."""
@@ -201,12 +204,6 @@ class JointBounds(Bounds):
         found = self._each(self._rows(pairs, -1.0, tried))
         return torch.maximum(best, found), torch.where(found > best, tried, weights)
 
-    def _may_prefer(self, one: int, other: int) -> bool:
-        """Whether the intervals of the masked scores allow that one class has a higher score than another."""
-        low, high = (end[0].tolist() for end in self.values[-1])
-        classes = len(low) // 2
-        return not low[classes + other] > high[classes + one]
-
     def _rows(self, pairs: list[tuple[int, int]], dense: float, masked: float | Tensor) -> Tensor:
         """Coefficients of margins of one class over another: factors of the dense one and of the masked one."""
         values = self.values[-1].low
@@ -221,4 +218,5 @@ class JointBounds(Bounds):
         parts = rows.split(self._at_once(optimise=True))
         if optimise:
             return torch.cat([self.optimised(part, -1, None, _STEPS, _RATE) for part in parts])
-        return torch.cat([self.lower(part) for part in parts])
+        with torch.no_grad():
+            return torch.cat([self.lower(part) for part in parts])
