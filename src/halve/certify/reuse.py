@@ -29,6 +29,7 @@ from halve.modules import kind_of, weight_of
 
 FIRST, PRECISION = 1e-3, 0.05  # where the search for a radius starts, and how exact it is
 _SMALLEST, _LARGEST = 1e-12, 1e3
+_TINY = 1e-300
 
 
 def reuse(
@@ -76,7 +77,8 @@ def reuse(
             return Proof(label, kept.bound, agree=True, assumed=kept.assumed, lead=0.0)
         changes = shared_updates(pair["masked"], masks, units["dense"], names, size)
         lead, assumed = proven_lead((pair["dense"], pair["masked"]), image, changes, label, optimise)
-        return Proof(label, kept.bound, agree=True, assumed=kept.assumed or assumed, lead=max(0.0, lead))
+        lead = 0.0 if lead < 0 else max(lead, _TINY)  # 0 is for what is proven: a bound of 0 leaves a tie open
+        return Proof(label, kept.bound, agree=True, assumed=kept.assumed or assumed, lead=lead)
 
     def several(images: Tensor, labels: Sequence[int]) -> list[Proof]:
         nonlocal last
