@@ -310,10 +310,18 @@ def certify_agreement() -> str:
         updated = "stage 3 and head" if record["layers"] else "all layers"
         lead = f"{record['lead']:.2g} (now {record['margin']:.2g})" if record["open"] else ""
         counts = [str(record[key]) for key in ("n", "keeps", "only_joint", "differ")]
-        rows.append([f"{name}, {updated} by {record['size']:g}", *counts, lead, f"{record['seconds_per_image']:.0f} s"])
+        late = sum(None in one["bounds"].values() for one in record["per_image"] if one["agree"])
+        counts[1] += f" ({late} not finished)" if late else ""
+        limit = "" if record["image_seconds"] is None else f" (limit {record['image_seconds']:.0f} s per network)"
+        time = f"{record['seconds_per_image']:.0f} s{limit}"
+        rows.append([f"{name}, {updated} by {record['size']:g}", *counts, lead, time])
     heads = ["update", "images", "proven: both keep the class", "only by joint bounds", "attack makes them differ"]
     heads += ["others: dense leads by at most", "time per image"]
-    return f"{text}\n\n{table(heads, rows)}" if rows else text
+    note = prose(
+        "*Others* are images for which agreement is not proven: the median of the bound, and of the dense margin now. A "
+        "bound above that margin says nothing."
+    )
+    return f"{text}\n\n{table(heads, rows)}\n\n{note}" if rows else text
 
 
 def certify_lemmas() -> str:
