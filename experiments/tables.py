@@ -318,8 +318,8 @@ def certify_agreement() -> str:
     heads = ["update", "images", "proven: both keep the class", "only by joint bounds", "attack makes them differ"]
     heads += ["others: dense leads by at most", "time per image"]
     note = prose(
-        "*Others* are images for which agreement is not proven: the median of the bound, and of the dense margin now. A "
-        "bound above that margin says nothing."
+        "*Others* are images for which agreement is not proven: the median of the bound, and of the dense margin now. "
+        "A bound far above that margin says nothing."
     )
     return f"{text}\n\n{table(heads, rows)}\n\n{note}" if rows else text
 
