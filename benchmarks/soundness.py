@@ -1,12 +1,15 @@
 """Bound random networks, and search for inputs and updates that break the bounds: there must be none.
 
     python benchmarks/soundness.py --cases 100000 [--processes 12] [--seconds 200]
+    python benchmarks/soundness.py --joint --cases 10000
 
 A case is a random network of all operators that have bounds, an image, and a box around it or a box around the weights
 of some layers. Its bounds, with and without tightening, optimising and dividing the proof into parts, must not exceed
-the margin of any input or update that sampling and projected gradient descent find. Continues after the networks that
-the record has, and writes it after each: benchmarks/results/soundness.json. The record says by a digest of their
-sources for which bounds it holds; if these have changed since, it starts anew.
+the margin of any input or update that sampling and projected gradient descent find. With --joint, a network with random
+masks and the dense one are bounded together: combinations of their margins, and how far the dense one leads where they
+differ. Continues after the networks that the record has, and writes it after each: benchmarks/results/soundness.json or
+soundness_joint.json. The record says by a digest of their sources for which bounds it holds; if these have changed
+since, it starts anew.
 """
 
 import argparse
@@ -27,10 +30,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halve.certify.attack import attack_input, attack_weights, margin_of
+import halve
+from halve.certify.attack import attack_input, attack_lead, attack_weights, margin_of
 from halve.certify.changes import WeightBox
 from halve.certify.crown import Bounds
 from halve.certify.digests import digest_of_bounds
+from halve.certify.joint import JointBounds, shared_updates, side_by_side
 from halve.certify.margins import proven_margins
 from halve.certify.network import Network, network_of
 from halve.certify.rounding import Interval, around
@@ -38,6 +43,7 @@ from halve.masks.storage import write_atomically
 from halve.version import VERSION
 
 RESULT = Path(__file__).parent / "results" / "soundness.json"
+JOINT = RESULT.with_name("soundness_joint.json")
 
 
 class LayerNorm2d(nn.LayerNorm):
@@ -228,6 +234,120 @@ def _bounds(
     return found
 
 
+@dataclass(frozen=True)
+class JointCase:
+    """Bounds of a dense and a masked network together, and what was found.
+
+    Args:
+        size: How far weights move, relative to the root mean square of their layer.
+        bounds: Lower bounds of combinations of the margins of two classes in both networks.
+        found: The smallest values of these that were found.
+        lead: An upper bound of the dense margin where the networks differ.
+        found_lead: The largest one that was found; None if no update was found after which they differ.
+    """
+
+    size: float
+    bounds: tuple[float, ...]
+    found: tuple[float, ...]
+    lead: float
+    found_lead: float | None
+
+    @property
+    def broken(self) -> bool:
+        """Whether a bound is wrong; rounding of the search itself is allowed for."""
+        pairs = [*zip(self.bounds, self.found, strict=True)]
+        if self.found_lead is not None:
+            pairs.append((-self.lead, -self.found_lead))
+        return any(bound > found + 1e-12 * (1 + abs(found)) for bound, found in pairs)
+
+
+def joint_cases(seed: int, count: int) -> Iterator[JointCase]:
+    """Check a random network and its random masks on updates of random sizes, on images on which they agree or not."""
+    rng, dense = random.Random(f"joint cases {seed}"), network(seed)
+    masks = halve.prune(dense, "random", seed=seed, pattern=rng.choice(["1:4", "2:4", "3:4", "4:4"]), also="*")
+    masked = halve.apply(dense, masks).requires_grad_(False)
+    captured = [network_of(model, image(0)[None]) for model in (dense, masked)]
+    both = side_by_side(captured[0], captured[1])
+    for _ in range(count):
+        x, size = image(rng.randrange(10**9)), 10 ** rng.uniform(-5, -0.5)
+        names = list(captured[0].layers)[-rng.randrange(1, len(captured[0].layers) + 1) :]
+        weights = {name: dense.get_submodule(name).weight for name in names}
+        units = {name: torch.full_like(weight, weight.square().mean().sqrt()) for name, weight in weights.items()}
+        bounds = JointBounds(both, Interval(x[None], x[None]), shared_updates(captured[1], masks, units, names, size))
+        rows = torch.tensor([_combination(rng) for _ in range(6)], dtype=torch.float64)
+        with torch.no_grad():
+            lower = bounds.lower(rows)
+        found, lead = _searched(dense, masked, masks, x, {n: size * unit for n, unit in units.items()}, rows, rng)
+        most = bounds.lead(int(dense(x[None]).argmax()), optimise=rng.random() < 0.2)
+        yield JointCase(size, tuple(lower.tolist()), tuple(found.tolist()), most, lead)
+
+
+def _combination(rng: random.Random) -> list[float]:
+    """Coefficients of the scores of both networks: margins of one class over another, with random factors."""
+    one, other = rng.sample(range(3), 2)
+    factors = rng.choice([(1.0, -1.0), (-1.0, rng.uniform(0, 2)), (1.0, -rng.uniform(0, 2)), (0.0, 1.0), (1.0, 1.0)])
+    return [factor * ((k == one) - (k == other)) for factor in factors for k in range(3)]
+
+
+def _searched(
+    dense: nn.Module,
+    masked: nn.Module,
+    masks: halve.MaskSet,
+    x: Tensor,
+    radii: dict[str, Tensor],
+    rows: Tensor,
+    rng: random.Random,
+) -> tuple[Tensor, float | None]:
+    """The smallest values of rows . scores of both networks, and the largest dense margin where they differ."""
+    generator = torch.Generator().manual_seed(rng.randrange(10**9))
+    lead = attack_lead(masked, dense, x, radii, masks, steps=4)
+    least = torch.full((len(rows),), math.inf, dtype=torch.float64)
+
+    def scores(moved: dict[str, Tensor]) -> Tensor:
+        found = []
+        for model in (dense, masked):
+            new = {}
+            for name, change in moved.items():
+                kept = masks[name].kept() if model is masked and name in masks else 1.0
+                new[f"{name}.weight"] = model.get_submodule(name).weight + change * kept
+            found.append(torch.func.functional_call(model, new, (x[None],))[0])
+        return torch.cat(found)
+
+    tried = []
+    for _ in range(4):
+        signs = {name: torch.randint(0, 2, r.shape, generator=generator) * 2 - 1 for name, r in radii.items()}
+        tried.append({name: radius * signs[name] for name, radius in radii.items()})
+    for row in rows:  # against the derivative at 0, and once more from there
+        moved = {name: torch.zeros_like(radius) for name, radius in radii.items()}
+        for _ in range(2):
+            leaves = {name: change.requires_grad_(True) for name, change in moved.items()}
+            with torch.enable_grad():
+                gradients = torch.autograd.grad(scores(leaves) @ row, list(leaves.values()))
+            moved = {name: -r * g.sign() for (name, r), g in zip(radii.items(), gradients, strict=True)}
+            tried.append(moved)
+    for moved in tried:
+        both = scores(moved).detach()
+        least = torch.minimum(least, rows @ both)
+        ours, theirs = both[3:], both[:3]
+        label = int(theirs.argmax())
+        if int(ours.argmax()) != label:
+            lead = max(lead if lead is not None else -math.inf, float(margin_of(theirs, label)))
+    return least, lead
+
+
+def checked_joint(seed: int, count: int) -> dict[str, Any]:
+    """What came of the joint cases of one network."""
+    torch.set_num_threads(1)
+    started, found = time.perf_counter(), list(joint_cases(seed, count))
+    return {
+        "cases": len(found),
+        "proven": sum(case.lead < 0 for case in found),
+        "differ": sum(case.found_lead is not None for case in found),
+        "seconds": time.perf_counter() - started,
+        "broken": [{"network": seed, **asdict(case)} for case in found if case.broken],
+    }
+
+
 def checked(seed: int, count: int) -> dict[str, Any]:
     """What came of the cases of one network."""
     torch.set_num_threads(1)
@@ -242,27 +362,32 @@ def checked(seed: int, count: int) -> dict[str, Any]:
     }
 
 
-def started(path: Path) -> dict[str, Any]:
+def started(path: Path, joint: bool = False) -> dict[str, Any]:
     """The record to continue: a new one, unless there is one of the same bounds."""
-    fresh: dict[str, Any] = {"bounds": digest_of_bounds(), "networks": 0, "cases": 0, "proven": 0}
-    fresh |= {"in_parts": 0, "proven_in_parts_alone": 0, "seconds": 0.0, "broken": []}
+    digest = digest_of_bounds("joint") if joint else digest_of_bounds()
+    fresh: dict[str, Any] = {"bounds": digest, "networks": 0, "cases": 0, "proven": 0}
+    fresh |= {"differ": 0} if joint else {"in_parts": 0, "proven_in_parts_alone": 0}
+    fresh |= {"seconds": 0.0, "broken": []}
     found = json.loads(path.read_text()) if path.exists() else fresh
     return found if found.get("bounds") == fresh["bounds"] else fresh
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--joint", action="store_true", help="bound masked and dense networks together")
     parser.add_argument("--cases", type=int, default=100_000, help="in all, with those of the record")
     parser.add_argument("--per-network", type=int, default=100)
     parser.add_argument("--processes", type=int, default=1)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop after this time")
-    parser.add_argument("--out", type=Path, default=RESULT)
+    parser.add_argument("--out", type=Path, help="default: benchmarks/results/soundness.json or soundness_joint.json")
     arguments = parser.parse_args()
-    result = started(arguments.out)
+    out, check = (JOINT, checked_joint) if arguments.joint else (RESULT, checked)
+    out = arguments.out or out
+    result = started(out, arguments.joint)
     deadline, first = time.perf_counter() + arguments.seconds, result["networks"]
     left = -(-(arguments.cases - result["cases"]) // arguments.per_network)
     workers = ProcessPoolExecutor(arguments.processes, multiprocessing.get_context("spawn"))
-    waiting = [workers.submit(checked, first + index, arguments.per_network) for index in range(left)]
+    waiting = [workers.submit(check, first + index, arguments.per_network) for index in range(left)]
     for one in waiting:  # in order, so that a later run knows where to continue
         try:
             found = one.result(max(0.0, deadline - time.perf_counter()) if math.isfinite(deadline) else None)
@@ -274,7 +399,7 @@ def main() -> None:
         result["seconds"] = round(result["seconds"], 1)
         result["versions"] = {"halve": VERSION, "python": platform.python_version(), "torch": torch.__version__}
         result["date"] = datetime.date.today().isoformat()
-        write_atomically(arguments.out, f"{json.dumps(result, indent=2)}\n".encode())
+        write_atomically(out, f"{json.dumps(result, indent=2)}\n".encode())
     workers.shutdown(cancel_futures=True)
     print(json.dumps(result, indent=2))
     sys.exit(1 if result["broken"] else 0)

@@ -35,10 +35,11 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import halve
-from halve.certify.attack import attack_agreement, attack_input, attack_weights, margin_of
+from halve.certify.attack import attack_agreement, attack_input, attack_lead, attack_weights, margin_of
 from halve.certify.changes import WeightBox
 from halve.certify.crown import STEPS_INSIDE, Bounds, OutOfTime
 from halve.certify.digests import digest_of_bounds, digest_of_masks
+from halve.certify.joint import proven_lead, shared_updates
 from halve.certify.lemmas import norm
 from halve.certify.margins import Margin, proven_margins
 from halve.certify.network import Network, network_of
@@ -93,6 +94,8 @@ RUNS = {
         for name in ("digits", "cifar_resnet20", "resnet50_v1")
     },
     "digits_agreement": Run("digits", "agreement", None, 50, None, "attack"),
+    **{f"digits_agreement_{u}": Run("digits", "joint agreement", u, 12) for u in (1e-3, 3e-3, 6e-3)},
+    **{f"resnet20_agreement_{u}": Run("cifar_resnet20", "joint agreement", u, 4, STAGE_3) for u in (3e-4, 1e-3)},
     "resnet20_flips": Run("cifar_resnet20", "flips", None, 10_000, None, "exact binomial"),
     "resnet50_flips": Run("resnet50_v1", "flips", None, 7_400, None, "exact binomial"),
     "resnet50_flips_learned": Run("resnet50_v1", "flips", None, 7_400, None, "exact binomial"),
@@ -407,12 +410,52 @@ def agreement(prover: Prover, image: Tensor) -> dict[str, Any]:
     return {"agree": True, "radius": kept, "differ": attacked(kept * (1 + PRECISION))[1]}
 
 
+def joint_agreement(prover: Prover, image: Tensor) -> dict[str, Any]:
+    """Whether both networks are proven to keep the class after the same update, or to agree, and what attacks find.
+
+    The bounds of both together are found for all images, also where the class is kept, to compare what they prove.
+    """
+    masked, dense, size = prover.models["masked"], prover.models["dense"], prover.run.size
+    assert size is not None
+    scores = dense(image[None])[0]
+    label = int(scores.argmax())
+    if int(masked(image[None]).argmax()) != label:
+        return {"agree": False}
+    started, layers = time.perf_counter(), chosen(list(prover.network("dense").layers), prover.run.layers)
+    bounds: dict[str, float | None] = {}
+    for name in ("dense", "masked"):  # the harder one first
+        [bounds[name]] = prover._bounds(name, image[None], [label], [size])
+        if not (bounds[name] or 0.0) > 0:
+            break
+    changes = shared_updates(prover.network("masked"), prover.subject.masks, prover.units["dense"], layers, size)
+    lead = proven_lead((prover.network("dense"), prover.network("masked")), image, changes, label, True).bound
+    seconds = time.perf_counter() - started
+    radii = {name: size * prover.units["dense"][name] for name in layers}
+    found = attack_lead(masked, dense, image, radii, prover.subject.masks)
+    if found is not None and (found > lead or all((bound or 0.0) > 0 for bound in bounds.values())):
+        raise SystemExit(f"bounds were attacked successfully: {bounds}, {lead}, {found}")
+    result = {"agree": True, "bounds": bounds, "keeps": all((bound or 0.0) > 0 for bound in bounds.values())}
+    result |= {"joint": lead < 0, "lead": max(lead, 0.0), "margin": float(margin_of(scores, label))}
+    return result | {"attack_lead": found, "seconds": seconds}
+
+
+def _joint_summary(agree: list[dict[str, Any]]) -> dict[str, Any]:
+    open_ = [one for one in agree if not one["keeps"] and not one["joint"]]
+    result: dict[str, Any] = {"n": len(agree), "keeps": sum(one["keeps"] for one in agree)}
+    result |= {"only_joint": sum(one["joint"] and not one["keeps"] for one in agree), "open": len(open_)}
+    result |= {key: statistics.median(one[key] for one in open_) if open_ else None for key in ("lead", "margin")}
+    result["differ"] = sum(one["attack_lead"] is not None for one in agree)
+    return result | {"seconds_per_image": statistics.mean(one["seconds"] for one in agree)}
+
+
 def summary(run: Run, found: list[dict[str, Any]]) -> dict[str, Any]:
     """What is published of a run."""
     agree = [one for one in found if one["agree"]]
     if run.statement == "lemma 4":
         middle = {key: statistics.median(one[key] for one in agree) for key in ("bound", "margin")}
         return {"n": len(agree), "median_bound": middle["bound"], "median_margin": middle["margin"]}
+    if run.statement == "joint agreement":
+        return _joint_summary(agree)
     if run.statement == "agreement":
         radius = statistics.median(one["radius"] for one in agree)
         return {"n": len(agree), "median_attack_radius": radius, "differ": sum(one["differ"] for one in agree)}
@@ -438,6 +481,9 @@ def summary(run: Run, found: list[dict[str, Any]]) -> dict[str, Any]:
         result["median_bound"] = statistics.median(bounds) if bounds else None
         result["out_of_time"] = sum(None in one["bounds"].values() for one in agree)
     return result
+
+
+ALONE = {"lemma 4": lemma_4, "agreement": agreement, "joint agreement": joint_agreement}  # image by image
 
 
 class Records:
@@ -487,7 +533,7 @@ class Task:
         images = prover.subject.images[list(self.images)].double().to(self.device)
         if self.attacked is not None:
             return [self.attacked | prover.attack(images[0], self.attacked)]
-        alone = {"lemma 4": lemma_4, "agreement": agreement}.get(prover.run.statement)
+        alone = ALONE.get(prover.run.statement)
         found = prover.prove(images) if alone is None else [alone(prover, image) for image in images]
         return [{"index": index} | outcome for index, outcome in zip(self.images, found, strict=True)]
 
@@ -598,7 +644,10 @@ class Settings:
         many = f", {self.processes} processes at a time" if self.processes > 1 else ""
         device = torch.cuda.get_device_name() if self.device == "cuda" else f"CPU, 1 thread{many}"
         versions = {"halve": VERSION, "torch": str(torch.__version__)}
-        about |= {"masks": digest_of_masks(masks), "bounds": digest_of_bounds()}
+        about |= {
+            "masks": digest_of_masks(masks),
+            "bounds": digest_of_bounds(*(["joint"] if "joint" in run.statement else [])),
+        }
         about |= {"device": device, "image_seconds": _finite(self.image_seconds), "versions": versions}
         return about | {"date": str(datetime.date.today())}
 

@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 
+import halve
 from benchmarks.soundness import image, network
 from halve.certify import crown
 from halve.certify.changes import WeightBox
@@ -11,6 +12,7 @@ from halve.certify.crown import Bounds, Choices
 from halve.certify.margins import proven_margins
 from halve.certify.network import network_of
 from halve.certify.rounding import Interval, around
+from halve.sources.digits import digits, train_digits
 
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, NEEDS_GPU])]
@@ -123,3 +125,23 @@ def test_slopes_of_other_branches_are_left_alone():
     plain, inside = Bounds(captured, box), Bounds(captured, box, steps=2)
     for one, other in zip(inside.values, plain.values, strict=True):
         assert torch.allclose(one.low, other.low)
+
+
+@pytest.mark.gpu
+@NEEDS_GPU
+def test_certificates_of_a_trained_network_on_a_gpu_are_those_of_the_cpu():
+    """Updates of the last layers, and both networks together where one is not proven to keep the class."""
+    pytest.importorskip("sklearn")
+    model = train_digits(epochs=1).eval()
+    masks, x = halve.prune(model), digits("test").tensors[0][:2]
+    tail = [list(masks)[-1], next(name for name in network_of(model, x[:1]).layers if name not in masks)]
+    for size in (1e-3, 0.3):
+        options = {"reuse": size, "layers": tail, "agreement": True, "optimise": False, "progress": False}
+        here = halve.certify(model, masks, x, **options)
+        there = halve.certify(model, masks, x, device="cuda", **options)
+        assert here.result["agree"] > 0
+        assert (here.result["largest_lead"] > 0) == (size == 0.3)
+        for one, other in zip(here.result["per_image"], there.result["per_image"], strict=True):
+            assert one["certified"] == other["certified"]
+            assert one.get("lead") == pytest.approx(other.get("lead"), rel=1e-6)
+            assert one["margin"] == pytest.approx(other["margin"], rel=1e-6, abs=1e-9)

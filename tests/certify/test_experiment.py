@@ -66,6 +66,27 @@ def test_slopes_inside_are_optimised_where_a_proof_is_near(experiment):
     assert found[0.0] < found[1e9] < 0
 
 
+def test_agreement_is_recorded_with_what_is_proven_apart_together_and_by_an_attack(experiment):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Flatten(), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
+    one = experiment.Subject(model.eval(), halve.prune(model), torch.rand(12, 1, 2, 4), (0.0,), (1.0,))
+    totals = []
+    for size in (1e-4, 0.1, 1.0):
+        run = experiment.Run("digits", "joint agreement", size, 12)
+        prover = experiment.Prover(run, one, "cpu", math.inf)
+        found = [experiment.joint_agreement(prover, image) for image in one.images.double()]
+        for outcome in found:
+            assert not outcome["agree"] or (outcome["lead"] == 0) == outcome["joint"]
+        total = experiment.summary(run, found)
+        assert total["keeps"] + total["only_joint"] + total["open"] == total["n"] > 0
+        totals.append(total)
+    assert [total["keeps"] for total in totals] == sorted((total["keeps"] for total in totals), reverse=True)
+    assert totals[0]["open"] == totals[0]["differ"] == 0
+    assert totals[0]["lead"] is None
+    assert totals[2]["differ"] > 0
+    assert totals[2]["lead"] > 0
+
+
 def test_the_probe_reports_each_step(experiment, monkeypatch, tmp_path, capsys):
     torch.manual_seed(0)
     model = DigitsResNet().eval()

@@ -43,6 +43,10 @@ def test_proofs_for_single_images_are_written_and_checked(halve, net, folder):
     assert "holds: computed again" in halve(*arguments, "--check", "region.certificate.json").out
     reuse = halve(*arguments, "--reuse", "radius", "--layers", "head", "--json").json
     assert reuse["result"]["median_radius"] > 0
+    both = halve(*arguments, "--reuse", "1e-6", "--agreement", "--out", "agreement.certificate.json")
+    assert "masked and dense network predict the same class" in both.out
+    assert "holds: computed again" in halve(*arguments, "--check", "agreement.certificate.json").out
+    assert "--agreement is for --reuse" in halve(*arguments, "--agreement", code=2).err
     vacuous = halve(*arguments, "--reuse", "10", code=1)
     assert "Nothing is proven" in vacuous.out
     assert "--region must be a number" in halve(*arguments, "--region", "two", code=2).err

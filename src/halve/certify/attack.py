@@ -3,7 +3,7 @@
 What an attack finds is a fact, and what it does not find proves nothing. Attacks show how tight bounds are.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -64,7 +64,9 @@ def attack_weights(
         radii: How far each weight may move, by layer.
         steps: Steps of the descent. Default: 20.
     """
-    return min(margin for margin, _ in _updates(model, image, label, radii, steps))
+    return min(
+        margin for margin, _ in _updates(lambda moved: margin_of(_moved(model, moved, image), label), radii, steps)
+    )
 
 
 def attack_agreement(
@@ -81,18 +83,73 @@ def attack_agreement(
         radii: How far each weight of the dense network may move, by layer.
         masks: The masks.
     """
+    label, flips, differs = int(dense(image[None]).argmax()), False, False
+    for scores in _updates_of_both(masked, dense, image, radii, masks, (0.0,), _STEPS):
+        classes = [int(one.argmax()) for one in scores]
+        flips |= classes != [label, label]
+        differs |= classes[0] != classes[1]
+    return flips, differs
+
+
+def attack_lead(
+    masked: nn.Module, dense: nn.Module, image: Tensor, radii: Mapping[str, Tensor], masks: MaskSet, steps: int = _STEPS
+) -> float | None:
+    """The largest margin of the dense network found after updates for which the masked one predicts another class.
+
+    None if no such update was found. Both networks get the same update, as in `attack_agreement`.
+
+    Args:
+        masked: The masked network, in float64.
+        dense: The dense network, in float64.
+        image: The input, without a batch dimension.
+        radii: How far each weight of the dense network may move, by layer.
+        masks: The masks.
+        steps: Steps of each descent. Default: 20.
+    """
+    most = None
+    for ours, theirs in _updates_of_both(masked, dense, image, radii, masks, (0.0, 0.5, 1.0), steps):
+        label = int(theirs.argmax())
+        if int(ours.argmax()) != label:
+            lead = float(margin_of(theirs, label))
+            most = lead if most is None else max(most, lead)
+    return most
+
+
+_Scores = tuple[Tensor, Tensor]  # of the masked and of the dense network
+
+
+def _updates_of_both(
+    masked: nn.Module,
+    dense: nn.Module,
+    image: Tensor,
+    radii: Mapping[str, Tensor],
+    masks: MaskSet,
+    weights: Sequence[float],
+    steps: int,
+) -> Iterator[_Scores]:
+    """The scores of both networks after updates that flip one of them, or come close.
+
+    Each network is attacked in turn: its margin descends, minus that of the other one times each of some weights.
+    """
     kept = {
         name: masks[name].kept().to(image.device) if name in masks else torch.ones_like(r) for name, r in radii.items()
     }
-    only = {name: radius * kept[name] for name, radius in radii.items()}
-    label, flips, differs = int(dense(image[None]).argmax()), False, False
-    for attacked, allowed in ((masked, only), (dense, radii)):
-        for _, moved in _updates(attacked, image, label, allowed, _STEPS):
-            both = {name: change * kept[name] for name, change in moved.items()}
-            classes = [int(_moved(*one, image).argmax()) for one in ((masked, both), (dense, moved))]
-            flips |= classes != [label, label]
-            differs |= classes[0] != classes[1]
-    return flips, differs
+    label = int(dense(image[None]).argmax())
+
+    def scores(moved: Mapping[str, Tensor]) -> _Scores:
+        both = {name: change * kept[name] for name, change in moved.items()}
+        return _moved(masked, both, image), _moved(dense, moved, image)
+
+    for attacked in (0, 1):
+        for weight in weights:
+
+            def objective(moved: Mapping[str, Tensor], attacked: int = attacked, weight: float = weight) -> Tensor:
+                margins = [margin_of(one, label) for one in scores(moved)]
+                return margins[attacked] - weight * margins[1 - attacked]
+
+            for _, moved in _updates(objective, radii, steps):
+                with torch.no_grad():
+                    yield scores(moved)
 
 
 def _moved(model: nn.Module, moved: Mapping[str, Tensor], image: Tensor) -> Tensor:
@@ -103,19 +160,19 @@ def _moved(model: nn.Module, moved: Mapping[str, Tensor], image: Tensor) -> Tens
 
 
 def _updates(
-    model: nn.Module, image: Tensor, label: int, radii: Mapping[str, Tensor], steps: int
+    objective: Callable[[Mapping[str, Tensor]], Tensor], radii: Mapping[str, Tensor], steps: int
 ) -> Iterator[tuple[float, dict[str, Tensor]]]:
-    """The margins and updates that projected gradient descent comes by."""
+    """The values of an objective, and the updates, that projected gradient descent comes by."""
     moved = {name: torch.zeros_like(radius) for name, radius in radii.items()}
     for step in range(steps + 1):
         leaves = {name: change.requires_grad_(True) for name, change in moved.items()}
         with torch.enable_grad():
-            margin = margin_of(_moved(model, leaves, image), label)
+            value = objective(leaves)
         found = {name: change.detach() for name, change in leaves.items()}
-        yield float(margin.detach()), found
+        yield float(value.detach()), found
         if step == steps:
             return
-        gradients = torch.autograd.grad(margin, list(leaves.values()))
+        gradients = torch.autograd.grad(value, list(leaves.values()))
         moved = {}
         for (name, radius), gradient in zip(radii.items(), gradients, strict=True):
             change = found[name] - radius * (1.0 if step == 0 else 0.3) * gradient.sign()

@@ -28,7 +28,7 @@ class Certificate:
     """A proven statement. `print(certificate)` says it in one sentence.
 
     Args:
-        statement: Which statement it is: "flips", "comparison", "region", "reuse" or "worst mask".
+        statement: Which statement it is: "flips", "comparison", "region", "reuse", "agreement" or "worst mask".
         sentence: The statement with its numbers, in words.
         settings: What was asked for.
         assumptions: What the statement rests on.

@@ -22,7 +22,7 @@ from halve.modules import check_initialised, clone, unwrapped
 from halve.process_state import preserved_process_state
 
 PROOFS = ("region", "reuse", "changed_blocks")  # options that ask for proofs of single images
-_DEFAULTS = {"confidence": 0.999, "relative": True, "optimise": True, "branches": 0}
+_DEFAULTS = {"confidence": 0.999, "relative": True, "agreement": False, "optimise": True, "branches": 0}
 _CLOSE = 1e-6  # how far recomputed margins may differ, relative to 1 + their size: other machines round differently
 
 
@@ -44,6 +44,7 @@ def certify(
     relative: bool = True,
     layers: Sequence[str] | str | None = None,
     also_dense: bool = False,
+    agreement: bool = False,
     changed_blocks: int | None = None,
     optimise: bool = True,
     branches: int = 0,
@@ -58,9 +59,10 @@ def certify(
     There are four kinds of statements, each with its assumptions in the certificate. By default: how often the masked
     network predicts what the dense one predicts, on images like these, by an exact binomial bound; this works for any
     network. `region=`: for each image, that no input close to it changes the prediction of either network. `reuse=`:
-    for each image, that no small update of the weights does, with the same masks. `changed_blocks=`: that no change of
-    a few blocks of the masks does, and how many an adversary needs. All but the first are proofs by linear bounds,
-    which take seconds for each image and are useful for small networks, or for the last layers of large ones.
+    for each image, that no small update of the weights does, with the same masks; with `agreement=`, that masked and
+    dense network agree after every such update. `changed_blocks=`: that no change of a few blocks of the masks does,
+    and how many an adversary needs. All but the first are proofs by linear bounds, which take seconds for each image
+    and are useful for small networks, or for the last layers of large ones.
 
     Args:
         model: The dense model. It is not changed. For an updated checkpoint, the updated model.
@@ -81,8 +83,10 @@ def certify(
         reuse: Certify all updates of single weights by at most this; "radius" finds the largest for each image.
         relative: Whether `reuse` is relative to the root mean square of the layer's dense weights. Default: True.
         layers: For `reuse`, globs of the layers that are updated. Default: all layers with weights.
-        also_dense: For `reuse`, also prove that the dense network with the update predicts the class, so that masked
-            and dense network agree after it. Default: False.
+        also_dense: For `reuse`, also prove that the dense network with the update predicts the class. Default: False.
+        agreement: For `reuse`, certify that masked and dense network predict the same class after the same update,
+            whichever it is. Where that is not proven, bound how far the dense one leads after updates for which they
+            differ. Default: False.
         changed_blocks: Certify that no change of at most this many blocks of the masks changes the prediction, and find
             how many an adversary needs.
         optimise: Optimise the bounds where they do not suffice at first (alpha-CROWN). Default: True.
@@ -106,6 +110,10 @@ def certify(
     True
     >>> halve.certify(model, masks, torch.randn(10, 8), reuse=1e-9).result["vacuous"]
     False
+    >>> images = torch.randn(10, 8)
+    >>> both = halve.certify(model, masks, images, reuse=1e-9, agreement=True)
+    >>> both.statement, both.result["certified"] == both.result["agree"]
+    ('agreement', True)
     """
     model = unwrapped(model)
     options: dict[str, Any] = {
@@ -116,8 +124,8 @@ def certify(
         "mean": mean,
         "std": std,
     }
-    options |= {"reuse": reuse, "relative": relative, "also_dense": also_dense, "optimise": optimise}
-    options |= {"branches": branches, "changed_blocks": changed_blocks}
+    options |= {"reuse": reuse, "relative": relative, "also_dense": also_dense, "agreement": agreement}
+    options |= {"optimise": optimise, "branches": branches, "changed_blocks": changed_blocks}
     options["layers"] = [layers] if isinstance(layers, str) else layers
     claimed = None
     if check is not None:
@@ -179,7 +187,8 @@ def _proven(
         return certify_region(masked, dense, data, digests, **pixels, **common)
     if options["changed_blocks"] is not None:
         return certify_worst_mask(masked, dense, masks, data, digests, blocks=options["changed_blocks"], **common)
-    update = {"update": options["reuse"]} | {key: options[key] for key in ("relative", "layers", "also_dense")}
+    names = ("relative", "layers", "also_dense", "agreement")
+    update = {"update": options["reuse"]} | {key: options[key] for key in names}
     return certify_reuse(masked, dense, masks, data, digests, **update, **common)
 
 
@@ -230,6 +239,8 @@ def _check_options(
             f"{given[0]}= cannot be combined with another statement, nor with share=, by=, "
             f"against=, reference= or forward="
         )
+    if options["agreement"] and options["reuse"] is None:
+        raise OptionError("agreement= is for reuse=: pass the size of the update, or 'radius'")
     if device not in ("cpu", "cuda"):
         raise OptionError(f"device must be 'cpu' or 'cuda', got {device!r}")
     if device == "cuda" and not torch.cuda.is_available():

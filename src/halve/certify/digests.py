@@ -16,14 +16,17 @@ from halve.masks.mask import MaskSet
 _BOUNDS = ("rounding", "operators", "network", "changes", "crown", "branch", "margins")
 
 
-def digest_of_bounds() -> str:
+def digest_of_bounds(*more: str) -> str:
     """The digest of the sources that bounds are computed by: a record of tests says by it what was tested.
 
-    >>> len(digest_of_bounds())
-    64
+    Args:
+        more: Other files of this folder that count, such as "joint".
+
+    >>> len(digest_of_bounds()), digest_of_bounds("joint") == digest_of_bounds()
+    (64, False)
     """
     state = hashlib.sha256()
-    for name in _BOUNDS:
+    for name in (*_BOUNDS, *more):
         state.update((Path(__file__).parent / f"{name}.py").read_bytes())
     return state.hexdigest()
 

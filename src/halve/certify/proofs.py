@@ -39,6 +39,8 @@ class Proof:
         radius: The largest change for which the proof holds, if it was searched.
         agree: Whether the masked network predicts the same class for the image itself.
         assumed: The module up to which rounding is assumed instead of bounded, if any.
+        lead: An upper bound of the margin of the updated dense network where the masked one predicts another class, if
+            that was asked for; 0 if it never does.
     """
 
     label: int
@@ -46,10 +48,11 @@ class Proof:
     agree: bool
     radius: float | None = None
     assumed: str = ""
+    lead: float | None = None
 
     @property
     def certified(self) -> bool:
-        return self.margin is not None and self.margin > 0
+        return (self.margin is not None and self.margin > 0) or self.lead == 0
 
     def plain(self) -> dict[str, Any]:
         margin = None if self.margin is None or not math.isfinite(self.margin) else self.margin
@@ -59,6 +62,8 @@ class Proof:
             "agree": self.agree,
             "margin": margin,
         }
+        if self.lead is not None:
+            found["lead"] = self.lead if math.isfinite(self.lead) else None
         return found if self.radius is None else found | {"radius": self.radius}
 
 
@@ -99,6 +104,9 @@ class Proofs:
         radii = [proof.radius for proof in self.found if proof.radius is not None]
         if radii:
             counts |= {"median_radius": statistics.median(radii), "smallest_radius": min(radii)}
+        leads = [proof.lead for proof in self.found if proof.lead is not None]
+        if leads:
+            counts["largest_lead"] = max(leads) if math.isfinite(max(leads)) else None
         return counts | {"per_image": [proof.plain() for proof in self.found]}
 
 

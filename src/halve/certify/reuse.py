@@ -1,6 +1,11 @@
 """Reuse: after any update of the weights by at most u, the old masks on the new weights keep the prediction.
 
 u is the largest change of a single weight, as a share of the root mean square of its layer's weights, or absolute.
+
+Agreement is that both networks, with the same update, predict the same class, whichever it is. If they do so after all
+updates up to u, without ties, the class is that without an update, since the updates for which a network predicts a
+class are an open set, and all updates up to u are connected. So agreement is proven by proving that both networks keep
+the class. Where that fails, it is bounded how far the dense network can lead after updates for which they differ.
 """
 
 import fnmatch
@@ -14,8 +19,9 @@ from torch import Tensor, nn
 from halve.batches import Progress
 from halve.certify.certificate import Certificate
 from halve.certify.changes import WeightBox
+from halve.certify.joint import proven_lead, shared_updates
 from halve.certify.margins import Margin, proven_margins
-from halve.certify.proofs import EXACT, Pair, Proof, described, prove
+from halve.certify.proofs import EXACT, Pair, Proof, Proofs, described, prove
 from halve.certify.rounding import Interval
 from halve.errors import OptionError, listed
 from halve.masks.mask import MaskSet
@@ -23,6 +29,7 @@ from halve.modules import kind_of, weight_of
 
 FIRST, PRECISION = 1e-3, 0.05  # where the search for a radius starts, and how exact it is
 _SMALLEST, _LARGEST = 1e-12, 1e3
+_TINY = 1e-300
 
 
 def reuse(
@@ -36,6 +43,7 @@ def reuse(
     relative: bool,
     layers: Sequence[str] | None,
     also_dense: bool,
+    agreement: bool,
     optimise: bool,
     branches: int,
     progress: Progress,
@@ -51,7 +59,7 @@ def reuse(
         if not names:
             names.extend(chosen(list(pair["masked"].layers), layers))
         found = {i: Margin(math.inf, "") for i in range(len(labels))}
-        for network in ("masked", "dense") if also_dense else ("masked",):
+        for network in ("masked", "dense") if also_dense or agreement else ("masked",):
             left = [i for i, one in found.items() if one.bound > 0]
             if left:
                 scale = images.new_tensor([sizes[i] for i in left])
@@ -63,13 +71,24 @@ def reuse(
                     found[i] = Margin(min(found[i].bound, bound), found[i].assumed or assumed)
         return list(found.values())
 
+    def agreed(image: Tensor, label: int, size: float, kept: Margin) -> Proof:
+        """What is proven of the agreement of both networks, given their margins for the class without an update."""
+        if kept.bound > 0:
+            return Proof(label, kept.bound, agree=True, assumed=kept.assumed, lead=0.0)
+        changes = shared_updates(pair["masked"], masks, units["dense"], names, size)
+        lead, assumed = proven_lead((pair["dense"], pair["masked"]), image, changes, label, optimise)
+        lead = 0.0 if lead < 0 else max(lead, _TINY)  # 0 is for what is proven: a bound of 0 leaves a tie open
+        return Proof(label, kept.bound, agree=True, assumed=kept.assumed or assumed, lead=lead)
+
     def several(images: Tensor, labels: Sequence[int]) -> list[Proof]:
         nonlocal last
         if update != "radius":
             bounds = margins(images, labels, [update] * len(labels))
             return [
-                Proof(label, one.bound, agree=True, assumed=one.assumed)
-                for label, one in zip(labels, bounds, strict=True)
+                agreed(image, label, update, one)
+                if agreement
+                else Proof(label, one.bound, agree=True, assumed=one.assumed)
+                for image, label, one in zip(images, labels, bounds, strict=True)
             ]
         seen: list[dict[float, Margin]] = [{} for _ in labels]
 
@@ -91,14 +110,15 @@ def reuse(
     unit = "of the layer's root mean square" if relative else "each"
     result = proofs.result()
     size = f"{update:.4g}" if update != "radius" else f"their radius (median {result.get('median_radius', 0):.4g})"
-    both = "masked and dense network predict" if also_dense else "the masked network predicts"
-    statement = f"after any update of the weights in {which} by up to {size} {unit}, {both} what the dense one did"
+    what = "masked and dense network predict" if also_dense else "the masked network predicts"
+    what = "masked and dense network predict the same class" if agreement else f"{what} what the dense one did"
+    statement = f"after any update of the weights in {which} by up to {size} {unit}, {what}"
     settings: dict[str, Any] = {
         "reuse": update,
         "relative": relative,
         "layers": None if layers is None else list(layers),
     }
-    settings |= {"also_dense": also_dense, "optimise": optimise, "branches": branches}
+    settings |= {"also_dense": also_dense, "agreement": agreement, "optimise": optimise, "branches": branches}
     settings |= {"interrupted": proofs.interrupted}
     settings["method"] = "backward linear relaxation (CROWN) in the weights, float64"
     assumptions = (
@@ -108,7 +128,19 @@ def reuse(
         *proofs.assumptions,
     )
     digests = digests | {"images": proofs.images.hexdigest()}
-    return Certificate("reuse", described(proofs, statement), settings, assumptions, result, digests)
+    name, sentence = "reuse", described(proofs, statement)
+    if agreement:
+        name, sentence = "agreement", sentence[:-1] + _where_they_differ(proofs)
+    return Certificate(name, sentence, settings, assumptions, result, digests)
+
+
+def _where_they_differ(proofs: Proofs) -> str:
+    """The end of a sentence: how far the dense network can lead where the masked one differs, if that is known."""
+    leads = [proof.lead for proof in proofs.found if proof.lead]
+    if not leads or not math.isfinite(max(leads)):
+        return "."
+    count = f"{len(leads):,} more" if proofs.certified else f"{len(leads):,}"
+    return f"; for {count}, they may differ only where the updated dense one leads by at most {max(leads):.3g}."
 
 
 def weight_units(dense: nn.Module, masks: MaskSet, relative: bool) -> dict[str, Mapping[str, Tensor]]:

@@ -54,6 +54,12 @@ def certify(
     also_dense: Annotated[
         bool, typer.Option("--also-dense", help="With --reuse: also prove it for the dense network.")
     ] = False,
+    agreement: Annotated[
+        bool,
+        typer.Option(
+            "--agreement", help="With --reuse: prove that masked and dense network agree after the same update."
+        ),
+    ] = False,
     changed_blocks: Annotated[
         int | None,
         typer.Option(
@@ -109,7 +115,7 @@ def certify(
     read = [halve.load(path) for path in files]  # all of them, before anything takes long
     opened = o.open_model(model, weights, device, size, resize, mean, std)
     other = None if reference is None else o.open_model(model, reference, device, size, resize, mean, std).model
-    proof: dict[str, Any] = {"layers": layers or None, "also_dense": also_dense}
+    proof: dict[str, Any] = {"layers": layers or None, "also_dense": also_dense, "agreement": agreement}
     proof |= {"changed_blocks": changed_blocks, "branches": branches}
     if region is not None:
         if opened.normalization is None:
