@@ -506,7 +506,7 @@ class Records:
         """Take records from elsewhere: images join those of the same masks and bounds; other records are replaced."""
         for name, record in others.items():
             mine = self.load().get(name, {})
-            if "per_image" in record and all(mine.get(key) == record[key] for key in SAME):
+            if "per_image" in record and _same(mine, record):
                 found = {one["index"]: one for one in (*mine["per_image"], *record["per_image"])}
                 images = [found[index] for index in sorted(found)]
                 record |= summary(RUNS[name], images) | {"per_image": images}
@@ -514,6 +514,11 @@ class Records:
 
 
 SAME = ("masks", "bounds")  # what a run must share with an earlier one to continue it
+
+
+def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
+    """Whether images of two records can be in one. Old records do not say which masks and bounds they have."""
+    return all(key in other and one.get(key) == other[key] for key in SAME)
 
 
 @dataclass(frozen=True)
@@ -604,8 +609,7 @@ class Settings:
         """The record of a run, with the images that are finished."""
         run, before = RUNS[name], self.records.load().get(name, {})
         fresh = self._context(name, run, subject(run.network, self.folder).masks)
-        same = all(before.get(key) == fresh[key] for key in SAME)
-        return before if same else fresh | {"per_image": []}
+        return before if _same(before, fresh) else fresh | {"per_image": []}
 
     def _open_images(self, name: str, record: dict[str, Any]) -> list[Task]:
         run, prover = RUNS[name], self._prover(name)

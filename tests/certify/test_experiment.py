@@ -47,6 +47,15 @@ def test_records_of_the_same_bounds_are_joined_and_others_replaced(experiment, t
     assert len(json.loads((tmp_path / "certify.json").read_text())) == 1
 
 
+def test_old_records_that_do_not_name_their_masks_replace_and_are_not_joined(experiment, tmp_path):
+    records = experiment.Records(tmp_path / "certify.json")
+    old = record(experiment, "new", (1, True))
+    del old["masks"]
+    records.save(record(experiment, "new", (0, True)))
+    records.merge({"digits_region_2": old})
+    assert [one["index"] for one in records.load()["digits_region_2"]["per_image"]] == [1]
+
+
 def test_no_task_starts_after_the_deadline(experiment, tmp_path):
     task = experiment.Task("digits_region_2", tmp_path, "cpu", 1.0, (0,))
     assert list(experiment.completed([task], 1, time.monotonic() - 1)) == []
