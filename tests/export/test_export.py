@@ -4,6 +4,7 @@ import onnx
 import pytest
 import torch
 from torch import nn
+from torchvision.models import VisionTransformer
 
 import halve
 from halve.errors import FileError, ModelError, OptionError
@@ -159,6 +160,31 @@ class Tied(nn.Module):
 
     def forward(self, x):
         return self.other(self.second(x))
+
+
+def test_an_input_that_is_also_an_output_keeps_its_name(tmp_path):
+    class Both(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.Conv2d(8, 8, 1)
+
+        def forward(self, picture):
+            return self.conv(picture), picture
+
+    model = Both().eval()
+    masks = halve.prune(model, also="conv", progress=False)
+    halve.export(model, masks, torch.randn(2, 8, 4, 4), tmp_path / "net.onnx")
+    assert [value.name for value in onnx.load(tmp_path / "net.onnx").graph.input] == ["picture"]
+
+
+def test_a_patch_convolution_and_a_transformer_run_in_float16(tmp_path):
+    """onnxruntime 1.31 ends the process on them, unless one of its optimisations is off."""
+    torch.manual_seed(0)
+    model = VisionTransformer(32, 16, 1, 2, 32, 64, num_classes=5).eval()
+    halve.export(
+        model, halve.prune(model, progress=False), torch.randn(2, 3, 32, 32), tmp_path / "net.onnx", dtype=torch.float16
+    )
+    assert (tmp_path / "net.onnx").exists()
 
 
 def test_a_weight_that_is_read_twice_has_one_name(tmp_path):

@@ -204,6 +204,59 @@ def test_layers_and_sums_behind_casts_are_quantised_in_float16_as_well(tmp_path)
     assert read == dict.fromkeys(PARTS, ["DequantizeLinear"] * 2)
 
 
+class AfterStem(nn.Module):
+    """A network whose second half is a function of itself and of what its first convolution returns."""
+
+    def __init__(self, rest):
+        super().__init__()
+        self.stem, self.a, self.b = (nn.Conv2d(c, 16, 3, padding=1) for c in (3, 16, 16))
+        self.head, self.rest = nn.Linear(16, 6), rest
+        self.table = 5 * torch.randn(1, 16, 96, 96)  # not a buffer: it stays in float32, and is cast
+        self.queries = nn.Parameter(torch.randn(100, 256))
+        self.proj = nn.Linear(256, 16)
+
+    def forward(self, x):
+        return self.rest(self, self.stem(x))
+
+
+def with_table(net, y):
+    y = y + net.table.to(y.dtype)
+    return net.head((net.a(y) + y).mean((2, 3)))
+
+
+def in_float32(net, y):
+    return net.head((net.a(y).float() + net.b(y).float()).to(y.dtype).mean((2, 3)))
+
+
+def of_positions(net, y):
+    return net.head(net.a(y).mean((2, 3))), net.a(y).argmax(1) + net.b(y).argmax(1)
+
+
+def with_queries(net, y):
+    return net.head(net.a(y).mean((2, 3)) @ net.proj(net.queries).T @ net.proj(net.queries))
+
+
+@pytest.mark.parametrize(
+    ("rest", "expected"), [(with_table, ["add"]), (in_float32, []), (of_positions, []), (with_queries, [])]
+)
+def test_only_activations_in_the_dtype_of_the_file_are_quantised(rest, expected, tmp_path):
+    torch.manual_seed(0)
+    model = AfterStem(rest).eval()
+    masks = halve.prune(model, progress=False)
+    images = torch.randn(12, 3, 96, 96)
+    done = halve.export(model, masks, images[:2], tmp_path / "net.onnx", int8=True, calibrate=images, progress=False)
+    assert list(done.quantization.sums) == expected
+    graph = onnx.load(tmp_path / "net.onnx").graph
+    computed = {graph.input[0].name}
+    for node in graph.node:  # what depends on the input
+        if not computed.isdisjoint(node.input):
+            computed.update(node.output)
+    assert all(node.input[0] in computed for node in graph.node if node.op_type == "QuantizeLinear")
+    sums = {node.name: node for node in graph.node if node.op_type == "Add"}
+    for name in expected:
+        assert all(source.endswith("/dq") for source in sums[name].input)
+
+
 def test_networks_with_several_inputs_are_calibrated_on_all_of_them(tmp_path):
     torch.manual_seed(0)
     model, pair = TwoInputs().eval(), (images(), images().flip(0))

@@ -223,32 +223,53 @@ class Quantizer:
             raise ModelError(f"int8 needs a network of at most {MAX_BYTES:,} bytes in float32, protobuf's limit")
         in_float = {"float32": exact} | ({} if dtype == "float32" else {dtype: model})
         quality = {name: self.quality(one.SerializeToString()) for name, one in in_float.items()}
-        trials = _Trials(self, exact, {layer.name for layer in quantizable(model)})
+        possible = {layer.name: layer for layer in quantizable(model, dtype)}
+        kind = packages.onnx().helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+        possible_sums = {one.name: one for one in residual_sums(model, possible, kind)}
+        trials = _Trials(self, exact, possible.keys(), possible_sums.keys())
         method, layers, sums, found = trials.best()
-        placed = _placed(model, layers, sums, limits(trials.histograms, method))
+        placed = _placed(possible, possible_sums, layers, sums, limits(trials.histograms, method))
         quantize_(model, *placed, np.dtype(dtype))
         return replace(found, quality=quality)
 
 
 def _placed(
-    model: Any, layers: Sequence[Quantizable], sums: Sequence[ResidualSum], ranges: Mapping[str, float]
+    own: Mapping[str, Quantizable],
+    own_sums: Mapping[str, ResidualSum],
+    layers: Sequence[Quantizable],
+    sums: Sequence[ResidualSum],
+    ranges: Mapping[str, float],
 ) -> tuple[list[Quantizable], list[ResidualSum], dict[str, float]]:
-    """The same layers, sums and ranges in a model of another dtype: casts in it give its tensors other names."""
-    names = {layer.name for layer in layers}
-    own = {layer.name: layer for layer in quantizable(model) if layer.name in names}
-    nodes = {node.name: node for node in model.graph.node}
-    added = [ResidualSum(one.name, (nodes[one.name].input[0], nodes[one.name].input[1])) for one in sums]
-    pairs = [(own[layer.name].activation, layer.activation) for layer in layers]
+    """These layers, sums and ranges in a model of another dtype: casts in it give its tensors other names.
+
+    Args:
+        own: The layers of that model, by name.
+        own_sums: Its residual sums, by name.
+        layers: Layers of the model in float32.
+        sums: Residual sums of the model in float32.
+        ranges: The ranges of its tensors.
+    """
+    found, added = [own[layer.name] for layer in layers], [own_sums[one.name] for one in sums]
+    pairs = [(new.activation, old.activation) for new, old in zip(found, layers, strict=True)]
     pairs += [pair for new, old in zip(added, sums, strict=True) for pair in zip(new.inputs, old.inputs, strict=True)]
-    return list(own.values()), added, {name: ranges[source] for name, source in pairs}
+    return found, added, {name: ranges[source] for name, source in pairs}
 
 
 class _Trials:
     """One network, quantised in various degrees."""
 
-    def __init__(self, quantizer: Quantizer, exact: Any, allowed: Collection[str]) -> None:
+    def __init__(self, quantizer: Quantizer, exact: Any, layers: Collection[str], sums: Collection[str]) -> None:
+        """Calibrate a network.
+
+        Args:
+            quantizer: What to measure on.
+            exact: The network in float32.
+            layers: The names of the layers that the file can have in int8.
+            sums: The names of its residual sums.
+        """
         self._quantizer, self._exact, self._progress = quantizer, exact, quantizer.progress
-        self.layers = [layer for layer in quantizable(exact) if layer.name in allowed]
+        self._possible_sums = set(sums)
+        self.layers = [layer for layer in quantizable(exact) if layer.name in layers]
         if not self.layers:
             raise ModelError("the network has no layer that can be quantised: no convolution or product with a weight")
         self.sums = self._joined_by(self.layers)
@@ -293,7 +314,8 @@ class _Trials:
         return layers, sums[_least(len(sums), lambda count: self._drop(layers, sums[count:], method) <= max_drop) :]
 
     def _joined_by(self, layers: Sequence[Quantizable]) -> list[ResidualSum]:
-        return residual_sums(self._exact, [layer.name for layer in layers])
+        found = residual_sums(self._exact, [layer.name for layer in layers])
+        return [one for one in found if one.name in self._possible_sums]
 
     def _drop(self, layers: Sequence[Quantizable], sums: Sequence[ResidualSum], method: str) -> float:
         outputs = self._quantized(layers, sums, method)

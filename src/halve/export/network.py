@@ -81,8 +81,10 @@ class Network:
                 ) from error
         assert program is not None
         model: Any = program.model_proto
-        _name_(model.graph, model.graph.input, self.input_names)
         _name_(model.graph, model.graph.output, self.output_names)
+        # An input that is an output as well has lost its name to that
+        in_code = tuple(part.program.graph_signature.user_inputs)
+        _name_(model.graph, model.graph.input, self.input_names or in_code)
         _name_batch_(model.graph)
         _name_layers_(model.graph, _readers(part), self._prefix)
         return model
@@ -254,7 +256,9 @@ def _name_sums_(graph: Any, prefix: str) -> None:
     constants = {tensor.name for tensor in graph.initializer}
     taken = {node.name for node in graph.node}
     for node in graph.node:
-        if node.op_type == "Add" and constants.isdisjoint(node.input):
+        if constants.issuperset(filter(None, node.input)):  # such as a cast of a table, in float16 only
+            constants.update(node.output)
+        elif node.op_type == "Add" and constants.isdisjoint(node.input):
             module = _layer_of(node, {})
             first = f"{module}.".removeprefix(prefix) + "add" if module else "add"
             names = itertools.chain([first], (f"{first}_{number}" for number in itertools.count(2)))

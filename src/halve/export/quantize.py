@@ -31,13 +31,16 @@ class Quantizable:
     axis: int  # of the weight's output channels
 
 
-def quantizable(model: Any) -> list[Quantizable]:
-    """The layers of a model that can be quantised: those that read their weight from an initializer."""
-    constants = {tensor.name for tensor in model.graph.initializer}
+def quantizable(model: Any, dtype: Any = np.float32) -> list[Quantizable]:
+    """The layers that can be quantised: those that multiply an activation by an initializer, both in this dtype."""
+    kind = packages.onnx().helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    constants = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
     found = []
     for product in products_in(OnnxFile(Path(), model, 0)):
         node, weight = product.node, product.weight
-        if weight is None or node.op_type not in _OPERATORS or node.input[1] not in constants:
+        if weight is None or node.op_type not in _OPERATORS or constants.get(node.input[1]) != kind:
+            continue
+        if node.input[0] in constants:  # a layer of a parameter, such as the queries of a detector
             continue
         if node.op_type != "Conv" and weight.values.ndim != 2:
             continue

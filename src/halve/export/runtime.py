@@ -12,6 +12,7 @@ from halve.errors import FileError, first_line
 from halve.export import packages
 
 _QUIET = 3  # errors only: onnxruntime logs to standard error
+_UNSAFE_IN_FLOAT16 = ["NchwcTransformer"]  # onnxruntime 1.31 ends the process on a patch convolution and a transformer
 
 
 class Session:
@@ -26,8 +27,11 @@ class Session:
         # Q/DQ as the file has it: fused int8 kernels of some CPUs saturate, and give other results
         options.add_session_config_entry("session.disable_quant_qdq", "1")
         given: Any = str(source) if isinstance(source, Path) else source
+        unsafe = _UNSAFE_IN_FLOAT16 if _has_float16(source) else []
         try:
-            self._session = onnxruntime.InferenceSession(given, options, providers=["CPUExecutionProvider"])
+            self._session = onnxruntime.InferenceSession(
+                given, options, providers=["CPUExecutionProvider"], disabled_optimizers=unsafe
+            )
         except Exception as error:  # onnxruntime's own classes
             raise FileError(f"onnxruntime cannot load the file: {first_line(error)}") from error
         self.inputs = [value.name for value in self._session.get_inputs()]
@@ -46,6 +50,17 @@ class Session:
         except Exception as error:
             raise FileError(f"onnxruntime cannot run the file: {first_line(error)}") from error
         return [torch.from_numpy(np.asarray(value)) for value in found]
+
+
+def _has_float16(source: Path | bytes) -> bool:
+    """Whether a model has weights in float16. A file that cannot be read has none: onnxruntime says what is wrong."""
+    onnx = packages.onnx()
+    try:
+        content = source if isinstance(source, bytes) else source.read_bytes()
+        graph = onnx.ModelProto.FromString(content).graph
+    except Exception:  # protobuf's DecodeError, whose class depends on the implementation
+        return False
+    return any(tensor.data_type == onnx.TensorProto.FLOAT16 for tensor in graph.initializer)
 
 
 def _array(tensor: Tensor, kind: str) -> Any:

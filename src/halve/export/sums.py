@@ -32,20 +32,25 @@ class ResidualSum:
     inputs: tuple[str, str]
 
 
-def residual_sums(model: Any, layers: Collection[str]) -> list[ResidualSum]:
+_FLOAT = 1  # TensorProto.FLOAT
+
+
+def residual_sums(model: Any, layers: Collection[str], kind: int = _FLOAT) -> list[ResidualSum]:
     """The residual sums that some quantised layers contribute to, in the order of the graph.
 
-    A residual sum adds two activations of the same shape. At least one of them comes from a quantised layer, with no
-    other residual sum, product or softmax in between. Not residual are sums with what does not depend on the input's
-    values, such as a bias, position embedding or attention mask, and sums that are computed from the elements of one
-    tensor alone, such as those in a GELU or a rotary embedding.
+    A residual sum adds two activations of the same shape and type. At least one of them comes from a quantised layer,
+    with no other residual sum, product or softmax in between. Not residual are sums with what does not depend on the
+    input's values, such as a bias, position embedding or attention mask, and sums that are computed from the elements
+    of one tensor alone, such as those in a GELU or a rotary embedding.
 
     Args:
         model: A model whose nodes are sorted and have names.
         layers: The names of the layers that will be quantised.
+        kind: The type of what they compute, of `TensorProto`. Sums of others, such as float32 in a float16 model, are
+            left out.
     """
     graph = model.graph
-    names, shapes = set(layers), _shapes(graph)
+    names, shapes, kinds = set(layers), _shapes(graph), _kinds(graph)
     fixed = {tensor.name for tensor in graph.initializer}  # tensors that do not depend on the values of the input
     sources: dict[str, frozenset[str]] = {}  # the tensors whose elements a tensor is made of, one by one
     reached: set[str] = set()  # by a quantised layer
@@ -58,7 +63,7 @@ def residual_sums(model: Any, layers: Collection[str]) -> list[ResidualSum]:
             continue
         made_of = frozenset[str]().union(*(sources.get(name, frozenset((name,))) for name in given))
         is_sum = _adds_two(node, given, shapes) and len(made_of) > 1
-        if is_sum and not reached.isdisjoint(given):
+        if is_sum and not reached.isdisjoint(given) and all(kinds.get(name, kind) == kind for name in given):
             found.append(ResidualSum(node.name, (given[0], given[1])))
         if not is_sum and (node.op_type in _ELEMENTWISE or node.op_type in _LAYOUT):
             sources.update(dict.fromkeys(outputs, made_of))
@@ -76,6 +81,12 @@ def _adds_two(node: Any, given: Sequence[str], shapes: Mapping[str, Sequence[obj
     if one is None or other is None:
         return True
     return len(one) == len(other) and all((a == 1) == (b == 1) for a, b in zip(one, other, strict=True))
+
+
+def _kinds(graph: Any) -> dict[str, int]:
+    """The types of a graph's tensors, as far as the graph says."""
+    values = (*graph.input, *graph.value_info, *graph.output)
+    return {value.name: kind for value in values if (kind := value.type.tensor_type.elem_type)}
 
 
 def _shapes(graph: Any) -> dict[str, list[object]]:
