@@ -316,7 +316,7 @@ def certify_agreement() -> str:
         time = f"{record['seconds_per_image']:.0f} s{limit}"
         rows.append([f"{name}, {updated} by {record['size']:g}", *counts, lead, time])
     heads = ["update", "images", "proven: both keep the class", "only by joint bounds", "attack makes them differ"]
-    heads += ["others: dense leads by at most", "time per image"]
+    heads += ["others: median bound of the dense lead", "time per image"]
     note = prose(
         "*Others* are images for which agreement is not proven: the median of the bound, and of the dense margin now. "
         "A bound far above that margin says nothing."

@@ -169,11 +169,22 @@ def test_equal_layers_get_another_kernel_together_where_the_network_is_faster_wi
     for _ in range(2):  # the second time, everything is known
         found = plan._in_context([FAST, FAST, FAST], timed, lambda: None, cache, GPU, "net")
         assert found == [OTHER, OTHER, FAST]
-    assert [len(calls) for calls in asked] == [3, 2]  # as it is, the equal layers, the other one; then all together
+    assert [len(calls) for calls in asked] == [3, 3]  # the equal layers, the other one, as chosen; then the best of it
 
 
-def test_kernels_that_are_faster_one_by_one_but_not_together_are_not_taken(monkeypatch):
-    timed, _ = in_network(monkeypatch, lambda used: (10.0, 9.0, 9.0, 11.0)[used.count(OTHER)])
+def test_of_kernels_that_are_faster_one_by_one_but_not_together_the_best_one_is_taken(monkeypatch):
+    timed, _ = in_network(monkeypatch, lambda used: (10.0, 8.0, 9.0, 11.0)[used.count(OTHER)])
+    found = plan._in_context([FAST] * 3, timed, lambda: None, TimingCache(None), GPU, None)
+    assert found == [FAST, FAST, OTHER]
+
+
+def test_trials_that_do_not_fit_into_memory_leave_the_plan_as_it_is(monkeypatch):
+    timed, _ = in_network(monkeypatch, lambda used: 10.0)
+
+    def full(calls, device):
+        raise torch.OutOfMemoryError("full")
+
+    monkeypatch.setattr(plan, "measure", full)
     assert plan._in_context([FAST] * 3, timed, lambda: None, TimingCache(None), GPU, None) == [FAST] * 3
 
 
@@ -194,7 +205,8 @@ def test_only_near_kernels_of_ours_and_layers_that_count_are_tried_in_the_networ
     }
 
 
-def test_on_a_cpu_layers_keep_the_kernels_that_are_fastest_alone(everywhere):
+def test_on_a_cpu_nothing_more_is_tried_in_the_network(everywhere, monkeypatch):
+    monkeypatch.setattr(plan, "_in_context", lambda *arguments: pytest.fail("tried"))
     fc = layer()
     decide([fc], lambda: fc(torch.ones(2, 8)), TimingCache(None), CPU)
     assert everywhere == [["dense torch", "mma_sp 64x64", "mma 64x64"], ["dense"]]

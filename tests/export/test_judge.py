@@ -65,8 +65,8 @@ def test_it_agrees_on_every_network_in_float16_and_int8(name, tmp_path):
 def quantized(path):
     """The file in int8, as `export` quantises it; the ranges of activations, which no weight depends on, are not."""
     proto = onnx.load(path)
-    layers = quantizable(proto)
-    sums = residual_sums(proto, [layer.name for layer in layers])
+    layers = quantizable(proto, np.float16)
+    sums = residual_sums(proto, [layer.name for layer in layers], onnx.TensorProto.FLOAT16)
     quantize_(proto, layers, sums, dict.fromkeys(activations_of(proto, layers, sums), 1.0), np.float16)
     target = path.with_suffix(".int8.onnx")
     onnx.save(proto, target)

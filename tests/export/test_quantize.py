@@ -44,7 +44,9 @@ SUMS = [ResidualSum("sum", ("b", "r"))]
 
 
 def test_layers_with_constant_weights_can_be_quantised_along_their_output_channels():
-    found = {layer.name: (layer.activation, layer.weight, layer.axis) for layer in quantizable(residual_block())}
+    found = {
+        layer.name: (layer.activation, layer.weight, layer.axis) for layer in quantizable(residual_block(), np.float32)
+    }
     assert found == {"a": ("x", "a.w", 0), "b": ("r", "b.w", 0), "fc": ("f", "fc.w", 1)}
 
 
@@ -55,13 +57,13 @@ def test_transposed_convolutions_and_products_of_activations_cannot():
             node.op_type = "ConvTranspose"
         if node.name == "fc":
             node.input[1] = "f"
-    assert [layer.name for layer in quantizable(model)] == ["b"]
+    assert [layer.name for layer in quantizable(model, np.float32)] == ["b"]
 
 
 def test_inputs_of_layers_and_sums_are_quantised_in_the_order_of_the_graph():
     model = residual_block()
-    assert activations_of(model, quantizable(model), SUMS) == ["x", "r", "b", "f"]
-    assert activations_of(model, quantizable(model)) == ["x", "r", "f"]
+    assert activations_of(model, quantizable(model, np.float32), SUMS) == ["x", "r", "b", "f"]
+    assert activations_of(model, quantizable(model, np.float32)) == ["x", "r", "f"]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
@@ -70,7 +72,9 @@ def test_a_quantised_graph_is_valid_and_computes_about_the_same(dtype):
     model = residual_block(dtype)
     before = Session(model.SerializeToString())
     seen = measured(residual_block(), LIMITS, [(x,)])
-    quantize_(model, quantizable(model), SUMS, {name: histogram.largest for name, histogram in seen.items()}, dtype)
+    layers = quantizable(model, dtype)
+    assert [layer.name for layer in layers] == ["a", "b", "fc"]
+    quantize_(model, layers, SUMS, {name: histogram.largest for name, histogram in seen.items()}, dtype)
     onnx.checker.check_model(model, full_check=True)
     expected, found = (session.run([x])[0].float() for session in (before, Session(model.SerializeToString())))
     assert 0 < float((found - expected).norm() / expected.norm()) < 0.03
@@ -78,7 +82,7 @@ def test_a_quantised_graph_is_valid_and_computes_about_the_same(dtype):
 
 def test_q_and_dq_have_zero_points_of_zero_and_scales_of_the_dtype():
     model = residual_block(np.float16)
-    quantize_(model, quantizable(model), SUMS, LIMITS, np.float16)
+    quantize_(model, quantizable(model, np.float16), SUMS, LIMITS, np.float16)
     kinds = {tensor.name.rpartition("/")[2]: tensor.data_type for tensor in model.graph.initializer}
     assert kinds == {
         "scale": TensorProto.FLOAT16, "zero": TensorProto.INT8, "int8": TensorProto.INT8, "bias": TensorProto.FLOAT16,
@@ -93,21 +97,21 @@ def test_q_and_dq_have_zero_points_of_zero_and_scales_of_the_dtype():
 
 def test_a_tensor_is_quantised_once_for_all_of_its_readers():
     model = residual_block()
-    quantize_(model, quantizable(model), SUMS, LIMITS)
+    quantize_(model, quantizable(model, np.float32), SUMS, LIMITS)
     inputs = {node.name: list(node.input) for node in model.graph.node if node.name in ("b", "sum")}
     assert inputs == {"b": ["r/dq", "b.w/dq"], "sum": ["b/dq", "r/dq"]}
 
 
 def test_a_sum_can_be_left_out_while_its_layer_is_quantised():
     model = residual_block()
-    quantize_(model, quantizable(model), [], LIMITS)
+    quantize_(model, quantizable(model, np.float32), [], LIMITS)
     inputs = {node.name: list(node.input) for node in model.graph.node if node.name in ("b", "sum")}
     assert inputs == {"b": ["r/dq", "b.w/dq"], "sum": ["b", "r"]}
 
 
 def test_layers_that_are_left_out_keep_their_inputs():
     model = residual_block()
-    quantize_(model, [layer for layer in quantizable(model) if layer.name == "fc"], [], LIMITS)
+    quantize_(model, [layer for layer in quantizable(model, np.float32) if layer.name == "fc"], [], LIMITS)
     nodes = {node.name: node for node in model.graph.node}
     assert list(nodes["b"].input) == ["r", "b.w"]
     assert list(nodes["sum"].input) == ["b", "r"]

@@ -14,6 +14,7 @@ from halve.export.network import prepared
 from halve.export.quantize import quantizable
 from halve.export.sums import residual_sums
 
+FLOAT = onnx.TensorProto.FLOAT
 PICTURE = (2, 8, 8, 8)
 TOKENS = (2, 9, 8)
 
@@ -49,7 +50,7 @@ BLOCKS = {  # how to make it, its input, and its sums
 def test_sums_after_biases_scales_gates_norms_and_layouts_are_residual(make, shape, expected):
     torch.manual_seed(0)
     proto = prepared(make().eval(), (torch.randn(shape),), torch.float32).to_onnx(torch.float32)
-    found = residual_sums(proto, [layer.name for layer in quantizable(proto)])
+    found = residual_sums(proto, [layer.name for layer in quantizable(proto, np.float32)], FLOAT)
     assert [one.name for one in found] == expected  # so no position bias, embedding, mask or gate
     nodes = {node.name: node for node in proto.graph.node}
     assert all((nodes[one.name].op_type, tuple(nodes[one.name].input)) == ("Add", one.inputs) for one in found)
@@ -67,7 +68,7 @@ def sums_in(text, layers="abc"):
     constants = {"w": np.ones((8, 8, 1, 1)), "v": np.ones((8, 8, 1, 1)), "k": np.ones((1, 8, 8, 8))}
     model.graph.initializer.extend(numpy_helper.from_array(v.astype(np.float32), k) for k, v in constants.items())
     model = onnx.shape_inference.infer_shapes(model, check_type=True, strict_mode=True, data_prop=True)
-    return [one.name for one in residual_sums(model, layers)]
+    return [one.name for one in residual_sums(model, layers, FLOAT)]
 
 
 RESIDUAL = {
@@ -129,4 +130,4 @@ def test_shapes_that_the_graph_does_not_say_count_as_equal():
         '<ir_version: 10, opset_import: ["": 20]> g (float[n] x, float[n] w) => (float[n] y) '
         "{ [a] p = Conv(x, w) [sum] y = Add(p, x) }"
     )
-    assert [one.name for one in residual_sums(model, ["a"])] == ["sum"]
+    assert [one.name for one in residual_sums(model, ["a"], FLOAT)] == ["sum"]

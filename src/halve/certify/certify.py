@@ -85,8 +85,8 @@ def certify(
         layers: For `reuse`, globs of the layers that are updated. Default: all layers with weights.
         also_dense: For `reuse`, also prove that the dense network with the update predicts the class. Default: False.
         agreement: For `reuse`, certify that masked and dense network predict the same class after the same update,
-            whichever it is. Where that is not proven, bound how far the dense one leads after updates for which they
-            differ. Default: False.
+            whichever it is; `also_dense` adds nothing then. Where that is not proven, bound how far the dense one leads
+            after updates for which they differ, with at most 100 classes and not with "radius". Default: False.
         changed_blocks: Certify that no change of at most this many blocks of the masks changes the prediction, and find
             how many an adversary needs.
         optimise: Optimise the bounds where they do not suffice at first (alpha-CROWN). Default: True.

@@ -30,6 +30,7 @@ COLUMNS = ("layer", "shape", "kernel", "ms", "dense ms", "our dense ms", "sparse
 Jobs = dict[object, Callable[[], object]]  # compilations of kernels, each once
 THRESHOLDS = (1.0, 0.8, 0.6)  # relative to dense speed: above each of these, our kernels are tried in the whole network
 _MIN_SHARE, _MAX_RATIO, _MAX_TRIED = 0.02, 1.25, 6  # of kernels tried in the network one layer at a time: see `_others`
+_CHOSEN = "chosen"  # the name of a combination of kernels
 _GAIN = 0.005  # of the network's time, by which another kernel must be faster to be taken
 
 
@@ -270,7 +271,7 @@ def _network_times(
     device: torch.device,
     key: str | None,
 ) -> dict[str, float]:
-    """Milliseconds of the network with each combination of kernels. Layers hold all of these kernels afterwards."""
+    """Milliseconds of the network with each combination of kernels, measured or from the cache."""
     ids = {name: jit.digest(*map(kernel_id, kernels)) for name, kernels in candidates.items()}
     known = None if key is None else cache.get(key, ids.values())
     if known is not None:
@@ -304,24 +305,26 @@ def _in_context(
     """These kernels, or others with which the network is faster, tried for one layer at a time and then together.
 
     A layer that is timed alone finds its weights in the cache of the GPU, and kernels like its own before and after it.
+    Both measurements have keys of their own in the timing cache: times of different measurements do not compare.
     """
-    trials = _others(chosen, timed)
+    trials = {f"{places} {kernel}": kernels for (places, kernel), kernels in _others(chosen, timed).items()}
     if not trials:
         return chosen
-    combinations = {f"{places} {kernel}": kernels for (places, kernel), kernels in trials.items()}
-    combinations["as it is"] = chosen
-    times = _network_times(combinations, timed, run, cache, device, key and f"{key} one by one")
-    limit = (1 - _GAIN) * times.pop("as it is")
-    faster = {trial: ms for trial, ms in zip(trials, times.values(), strict=True) if ms < limit}
-    together = list(chosen)
-    for places, kernel in sorted(faster, key=faster.__getitem__, reverse=True):  # the fastest of a layer comes last
-        for place in places:
-            together[place] = kernel
-    if not faster:
+    try:
+        times = _network_times({**trials, _CHOSEN: chosen}, timed, run, cache, device, key and f"{key} one by one")
+        limit = (1 - _GAIN) * times[_CHOSEN]
+        faster = sorted((name for name in trials if times[name] < limit), key=times.__getitem__)
+        if not faster:
+            return chosen
+        together = list(chosen)
+        for name in reversed(faster):  # the fastest kernel of a layer comes last
+            changes = zip(trials[name], chosen, together, strict=True)
+            together = [new if new != old else now for new, old, now in changes]
+        last = {_CHOSEN: chosen, "the fastest one": trials[faster[0]], "together": together}
+        times = _network_times(last, timed, run, cache, device, key and f"{key} together")
+    except torch.OutOfMemoryError:  # many networks are recorded at once, and there is a plan already
         return chosen
-    both = {"as it is": chosen, "together": together}
-    found = _network_times(both, timed, run, cache, device, key and f"{key} together")
-    return both[min(found, key=found.__getitem__)]
+    return last[min(last, key=times.__getitem__)]
 
 
 def _others(chosen: list[Kernel], timed: list[LayerTimes]) -> dict[tuple[tuple[int, ...], Kernel], list[Kernel]]:
@@ -483,7 +486,7 @@ def _measured(layer: Layer, inputs: list[Tensor], kernels: list[Kernel], device:
 
 def _reason(layer: LayerTimes, kernel: Kernel, chosen: str, in_context: bool) -> str:
     if in_context:
-        reason = "fastest in the network"
+        reason = "the network is faster with this kernel"
     elif kernel == layer.best:
         reason = "fastest"
     elif family_of(kernel).library:

@@ -269,7 +269,7 @@ class _Trials:
         """
         self._quantizer, self._exact, self._progress = quantizer, exact, quantizer.progress
         self._possible_sums = set(sums)
-        self.layers = [layer for layer in quantizable(exact) if layer.name in layers]
+        self.layers = [layer for layer in quantizable(exact, np.float32) if layer.name in layers]
         if not self.layers:
             raise ModelError("the network has no layer that can be quantised: no convolution or product with a weight")
         self.sums = self._joined_by(self.layers)
@@ -314,7 +314,8 @@ class _Trials:
         return layers, sums[_least(len(sums), lambda count: self._drop(layers, sums[count:], method) <= max_drop) :]
 
     def _joined_by(self, layers: Sequence[Quantizable]) -> list[ResidualSum]:
-        found = residual_sums(self._exact, [layer.name for layer in layers])
+        kind = packages.onnx().TensorProto.FLOAT
+        found = residual_sums(self._exact, [layer.name for layer in layers], kind)
         return [one for one in found if one.name in self._possible_sums]
 
     def _drop(self, layers: Sequence[Quantizable], sums: Sequence[ResidualSum], method: str) -> float:
@@ -327,7 +328,7 @@ class _Trials:
 
     def _quantized(self, layers: Sequence[Quantizable], sums: Sequence[ResidualSum], method: str) -> list[Tensor]:
         """The outputs for the held-out images with some layers and sums quantised."""
-        if not layers:
+        if not layers and not sums:
             return self._masked
         copy = packages.onnx().ModelProto()
         copy.CopyFrom(self._exact)

@@ -31,7 +31,7 @@ class Quantizable:
     axis: int  # of the weight's output channels
 
 
-def quantizable(model: Any, dtype: Any = np.float32) -> list[Quantizable]:
+def quantizable(model: Any, dtype: Any) -> list[Quantizable]:
     """The layers that can be quantised: those that multiply an activation by an initializer, both in this dtype."""
     kind = packages.onnx().helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
     constants = {tensor.name: tensor.data_type for tensor in model.graph.initializer}

@@ -32,10 +32,7 @@ class ResidualSum:
     inputs: tuple[str, str]
 
 
-_FLOAT = 1  # TensorProto.FLOAT
-
-
-def residual_sums(model: Any, layers: Collection[str], kind: int = _FLOAT) -> list[ResidualSum]:
+def residual_sums(model: Any, layers: Collection[str], kind: int) -> list[ResidualSum]:
     """The residual sums that some quantised layers contribute to, in the order of the graph.
 
     A residual sum adds two activations of the same shape and type. At least one of them comes from a quantised layer,
