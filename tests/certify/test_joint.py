@@ -22,25 +22,6 @@ from tests.tiny import convnet
 from tests.untouched import untouched
 
 
-@pytest.fixture(scope="module")
-def model():
-    return convnet()
-
-
-@pytest.fixture(scope="module")
-def masks(model):
-    return halve.prune(model)
-
-
-@pytest.fixture(scope="module")
-def pictures(model, masks):
-    """Images for which both networks agree."""
-    x = torch.rand(24, 4, 8, 8, generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        agree = halve.apply(model, masks)(x).argmax(1) == model(x).argmax(1)
-    return x[agree][:4]
-
-
 def joined(dense, masks, x, size, names=None):
     """Bounds of a network in float64 and its masked form, for one image."""
     captured = [network_of(one, x[None]) for one in (dense, halve.apply(dense, masks))]
