@@ -46,6 +46,7 @@ MOST = 5000  # held-back images to measure on
 
 TEMPERATURES = (0.1, 0.3, 1.0, 3.0)
 NOISES = {"0": 0.0, "0.3": 0.3, "1": 1.0, "1 to 0": (1.0, 0.0)}
+NOISE = NOISES["1 to 0"]  # of all other studies, however many steps they take
 LONGER = 4.0  # times the steps, for some of the noises
 AMOUNTS = {"digits": (10, 30, 100, 200, 400, 800), "cifar_resnet20": (100, 300, 1000, 3000, 10000)}
 AMOUNTS["resnet50_v1"] = (100, 300, 1000, 3000)
@@ -84,7 +85,7 @@ def arms_of(study: str, network: str) -> dict[str, Arm]:
 
 def _plain(setting: dict[str, Any]) -> dict[str, Any]:
     """A setting without what is the default anyway, as JSON has it, so that equal runs are found."""
-    defaults = Settings().described() | {"pattern": "2:4"}
+    defaults = Settings().described() | {"pattern": "2:4", "noise": list(NOISE)}
     listed = json.loads(json.dumps(setting))
     return {key: value for key, value in listed.items() if key not in defaults or defaults[key] != value}
 
@@ -262,6 +263,7 @@ def masks_of(model: nn.Module, images: Pictures, setting: dict[str, Any], steps:
             hooks.enter_context(patched(Sampler, "_forbidden", bounded(setting["BOUND"])))
         if "VIEWS" in setting:
             hooks.enter_context(patched(learner, "augmented", view(setting["VIEWS"])))
+        options = {"noise": NOISE} | options
         return halve.learn(
             model, images, steps=steps, seed=seed, validation=False, progress=False, **permute, **options
         )

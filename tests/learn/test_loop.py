@@ -233,7 +233,8 @@ BY_THE_CLOCK = pytest.mark.filterwarnings("ignore:the time is enough for", "igno
 def test_the_budget_in_minutes_is_the_time_of_the_whole_call(validation):
     halve.learn(convnet(), loader(), steps=1, validation=False)  # the first capture imports large parts of PyTorch
     seen, started = [], time.perf_counter()
-    masks = halve.learn(convnet(), loader(640), minutes=0.1, report=seen.append, validation=validation)
+    noise = (1.0, 0.0)
+    masks = halve.learn(convnet(), loader(640), minutes=0.1, noise=noise, report=seen.append, validation=validation)
     seconds = time.perf_counter() - started
     assert 0.9 * 6 < seconds < 1.15 * 6 + 0.5
     assert masks.recipe["seconds"] == pytest.approx(seconds, abs=0.3)
@@ -255,6 +256,24 @@ class Slow(nn.Module):
     def forward(self, x):
         time.sleep(0.01 * len(x))
         return self.net(x)
+
+
+@BY_THE_CLOCK
+@pytest.mark.parametrize(
+    ("options", "noise"),
+    [
+        ({"steps": 3}, [0.3, 0.0]),
+        ({"minutes": 0.03}, [0.3, 0.0]),
+        ({"steps": 3, "noise": (1.0, 0.0)}, [1.0, 0.0]),
+        ({"steps": 3, "noise": 0.5}, [0.5, 0.5]),
+    ],
+    ids=str,
+)
+def test_short_runs_have_less_noise_and_the_recipe_tells_it(options, noise):
+    seen = []
+    masks = halve.learn(Slow(), loader(), validation=False, permute=False, report=seen.append, **options)
+    assert masks.recipe["noise"] == noise
+    assert seen[1].noise == noise[0]
 
 
 def test_a_time_that_is_too_short_is_told_with_the_time_it_would_take():

@@ -4,8 +4,8 @@ from halve.learn.schedule import Schedule
 from halve.learn.settings import Settings
 
 
-def schedule(**settings):
-    return Schedule(Settings(**settings))
+def schedule(expected=None, **settings):
+    return Schedule(Settings(**settings), expected)
 
 
 def test_the_temperature_goes_from_start_to_end_by_equal_factors():
@@ -24,6 +24,13 @@ def test_noise_and_guidance_reach_their_end_at_80_percent_of_the_run():
     assert [schedule().noise(f) for f in (0, 0.4, 0.8, 0.9, 1)] == pytest.approx([1, 0.5, 0, 0, 0])
     assert {schedule(noise=0.7).noise(f) for f in (0, 0.3, 1)} == {0.7}
     assert [schedule(noise=0.7).guidance(f) for f in (0, 0.4, 0.8, 1)] == pytest.approx([1, 0.5, 0, 0])
+
+
+@pytest.mark.parametrize(("steps", "noises"), [(None, (1, 0)), (100, (0.3, 0)), (1_999, (0.3, 0)), (2_000, (1, 0))])
+def test_short_runs_have_less_noise_unless_it_is_given(steps, noises):
+    assert schedule(steps).noises == noises
+    assert schedule(steps, noise=0.7).noises == (0.7, 0.7)
+    assert schedule(steps, noise=(1.0, 0.0)).noises == (1, 0)
 
 
 def test_a_step_gets_all_values_at_once():

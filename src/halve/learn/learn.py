@@ -116,7 +116,7 @@ def learn(
             logits, or existing masks to continue from. Default: "magnitude".
         alpha: Sharpness of the initial logits. Default: 8.0.
         noise: Scale of the Gumbel noise, one number or start and end; the end is reached at 80 % of the run.
-            Default: (1.0, 0.0).
+            Default: (1.0, 0.0), or (0.3, 0.0) in runs that are expected to take fewer than 2,000 steps.
         temperature: Temperature of the Gumbel-Softmax, one number or start and end. Default: 1.0.
         hard: Sample hard masks with straight-through gradients instead of soft ones. Default: True.
         final: Final masks: "argmax" (most likely codes) or "sample" (one last sample). Default: "argmax".

@@ -4,7 +4,7 @@ import math
 import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -42,6 +42,7 @@ class Outcome:
 
     ended: Ended
     steps: int
+    noises: tuple[float, float]  # at the start and at the end
     step_graph: bool  # whether the step was recorded as a CUDA graph
     no_step_graph: str | None = None  # why not, on a GPU
     error: str | None = None
@@ -52,6 +53,7 @@ class Outcome:
         result = {
             "steps_done": self.steps,
             "ended": self.ended,
+            "noise": list(self.noises),
             "step_graph": self.step_graph,
         }
         return result | ({"no_step_graph": self.no_step_graph} if self.no_step_graph else {})
@@ -74,7 +76,6 @@ class Loop:
         self.learner, self.stream, self.settings = learner, stream, settings
         self.processes, self.reporter, self.file = processes, reporter, file
         self.budget, self.comparison = budget, comparison
-        self.schedule = Schedule(settings)
         self.logits = learner.sampler.logits
         self.optimizer = torch.optim.AdamW(
             [self.logits],
@@ -94,6 +95,7 @@ class Loop:
         self.changed, self.entropy = 0.0, learner.sampler.entropy()
         self.next_glimpse = self.glimpse_seconds = 0.0  # by the share of the budget; spent so far
         self.steps = self._planned_steps()
+        self.schedule = Schedule(settings, self.steps)
         self.foreseen = self.steps is not None  # whether it is known if there will be enough steps
         self.step_graph: StepGraph | str = "not tried yet"
         self.error: str | None = None
@@ -126,7 +128,7 @@ class Loop:
             ended = self._failed(error)
         eager = self.step_graph if isinstance(self.step_graph, str) else None
         reason = eager if self.logits.is_cuda else None
-        return Outcome(ended, self.step, eager is None, reason, self.error, self.cause)
+        return Outcome(ended, self.step, self.schedule.noises, eager is None, reason, self.error, self.cause)
 
     def _loop(self, wrapped: Any, interrupted: Callable[[], bool]) -> Ended:
         bad = torch.zeros((), dtype=torch.bool, device=self.logits.device)
@@ -146,6 +148,7 @@ class Loop:
                 self._estimate(batches[0], values)
                 self.step_graph = self._recorded(batches)
                 self._plan(batches, interrupted)
+                values = self.schedule.at(fraction, self.stream.epoch)
                 planned = True
                 self.began = time.perf_counter()
                 self._save(first=True)
@@ -188,6 +191,8 @@ class Loop:
         reserved = self.processes.broadcast(reserved)
         if self.budget.left is not None:
             self.learning_seconds = self.budget.left - reserved
+            expected = self.step + self.learning_seconds / self.step_seconds
+            self.schedule = replace(self.schedule, steps=int(self.processes.broadcast(expected)))
 
     def _plan_again(self, interrupted: Callable[[], bool]) -> None:
         """Do what came before the first step of a run that is finished, so that its masks are judged once more."""

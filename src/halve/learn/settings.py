@@ -33,7 +33,7 @@ class LearnOptions(SelectOptions, total=False):
     start: str | ScoreFunction | MaskSet
     alpha: float
     temperature: float | tuple[float, float]
-    noise: float | tuple[float, float]
+    noise: float | tuple[float, float] | None
     hard: bool
     final: Final
     augment: bool
@@ -59,7 +59,7 @@ class Settings:
     start: str | ScoreFunction | MaskSet = "magnitude"
     alpha: float = 8.0
     temperature: float | tuple[float, float] = 1.0
-    noise: float | tuple[float, float] = (1.0, 0.0)
+    noise: float | tuple[float, float] | None = None
     hard: bool = True
     final: Final = "argmax"
     augment: bool = True
@@ -90,7 +90,7 @@ class Settings:
             raise OptionError(
                 f"temperature must be a positive number or a pair (start, end) of them, got {self.temperature!r}"
             )
-        if not _is_pair(self.noises, lambda x: x >= 0):
+        if self.noises is not None and not _is_pair(self.noises, lambda x: x >= 0):
             raise OptionError(f"noise must be a non-negative number or a pair (start, end) of them, got {self.noise!r}")
         self._require(
             "features",
@@ -128,9 +128,9 @@ class Settings:
         return self.temperature if isinstance(self.temperature, tuple) else (self.temperature, self.temperature)
 
     @property
-    def noises(self) -> tuple[float, float]:
-        """Scale of the Gumbel noise at the start and at the end."""
-        return self.noise if isinstance(self.noise, tuple) else (self.noise, self.noise)
+    def noises(self) -> tuple[float, float] | None:
+        """Scale of the Gumbel noise at the start and at the end; None to let the number of steps decide."""
+        return self.noise if self.noise is None or isinstance(self.noise, tuple) else (self.noise, self.noise)
 
     @property
     def budget_minutes(self) -> float | None:
