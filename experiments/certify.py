@@ -10,8 +10,8 @@ SUBJECTS is a folder that --prepare fills: networks, their masks and test images
 of one_shot.py, with tiny200_train/ for the flips of ResNet-50. Digits and ResNet-20 get learned masks, ResNet-50 keeps
 the largest weights, with recalibrated statistics; where its flips are counted, on all photos, only in the last stage,
 recalibrated on photos that are not counted. A run continues where an earlier one with the same masks and bounds
-stopped, and writes its record after every image, or every few that are taken together on a GPU, to --out, by default
-experiments/results/certify.json.
+stopped, on the same device and with the same limits: all images of a record share its conditions. It writes its record
+after every image, or every few that are taken together on a GPU, to --out, by default experiments/results/certify.json.
 """
 
 import argparse
@@ -451,6 +451,8 @@ def _joint_summary(agree: list[dict[str, Any]]) -> dict[str, Any]:
 def summary(run: Run, found: list[dict[str, Any]]) -> dict[str, Any]:
     """What is published of a run."""
     agree = [one for one in found if one["agree"]]
+    if run.statement in ALONE and not agree:
+        return {"n": 0}
     if run.statement == "lemma 4":
         middle = {key: statistics.median(one[key] for one in agree) for key in ("bound", "margin")}
         return {"n": len(agree), "median_bound": middle["bound"], "median_margin": middle["margin"]}
@@ -503,22 +505,49 @@ class Records:
         write_atomically(self._path, f"{json.dumps(ordered, indent=1)}\n".encode())
 
     def merge(self, others: dict[str, dict[str, Any]]) -> None:
-        """Take records from elsewhere: images join those of the same masks and bounds; other records are replaced."""
+        """Take records from elsewhere: images join those of the same masks and bounds; other records are replaced.
+
+        If the conditions of some images differ, nothing is taken.
+        """
+        known = self.load()
+        joined = {name for name, one in others.items() if "per_image" in one and _same(known.get(name, {}), one)}
+        for name in joined:
+            refuse_other_conditions(name, known[name], others[name])
         for name, record in others.items():
-            mine = self.load().get(name, {})
-            if "per_image" in record and _same(mine, record):
+            if name in joined:
+                mine = known[name]
                 found = {one["index"]: one for one in (*mine["per_image"], *record["per_image"])}
                 images = [found[index] for index in sorted(found)]
                 record |= summary(RUNS[name], images) | {"per_image": images}
             self.save(record)
 
 
-SAME = ("masks", "bounds")  # what a run must share with an earlier one to continue it
+SAME = ("masks", "bounds")  # what a run shares with an earlier one that is not outdated
+CONDITIONS = ("method", "branches", "gap", "size", "layers", "image_seconds", "device")  # one record states one of each
 
 
 def _same(one: dict[str, Any], other: dict[str, Any]) -> bool:
-    """Whether images of two records can be in one. Old records do not say which masks and bounds they have."""
+    """Whether two records have the same masks and bounds. Old records do not say which they have."""
     return all(key in other and one.get(key) == other[key] for key in SAME)
+
+
+def refuse_other_conditions(name: str, known: dict[str, Any], new: dict[str, Any]) -> None:
+    """Exit if images of two records cannot be in one: its conditions and its mean time must hold for all of them."""
+    told = [
+        f"{key} {_stated(known, key)}, not {_stated(new, key)}"
+        for key in CONDITIONS
+        if _stated(known, key) != _stated(new, key)
+    ]
+    if told:
+        raise SystemExit(
+            f"{name} is recorded with {'; '.join(told)}. Images under other conditions need a record of their own: "
+            f"choose another file with --out, or remove the record of {name} to start anew"
+        )
+
+
+def _stated(record: dict[str, Any], key: str) -> str:
+    """What a record says of a condition. Old records do not say all, so that they are not continued."""
+    return repr(record[key]) if key in record else "unknown"
 
 
 @dataclass(frozen=True)
@@ -613,6 +642,7 @@ class Settings:
 
     def _open_images(self, name: str, record: dict[str, Any]) -> list[Task]:
         run, prover = RUNS[name], self._prover(name)
+        refuse_other_conditions(name, record, self._context(name, run, prover.subject.masks))
         done, wanted, agreeing = {one["index"] for one in record["per_image"]}, [], 0
         for index, agree in enumerate(prover.agree()):
             if agreeing == run.images:
@@ -687,6 +717,12 @@ def main() -> None:
         print(*RUNS, sep="\n")
         sys.exit()
     torch.set_num_threads(1)
+    counted = [name for name in arguments.run if RUNS[name].statement == "flips"]
+    others = [name for name in arguments.run if name in counted or RUNS[name].statement in ALONE]
+    if arguments.attack and others:
+        parser.error(
+            f"--attack takes runs that prove regions or updates (digits_region_2, ...), not {', '.join(others)}"
+        )
     records = Records(arguments.out)
     if arguments.merge is not None:
         records.merge(Records(arguments.merge).load())
@@ -701,7 +737,6 @@ def main() -> None:
         arguments.seconds,
         arguments.image_seconds,
     )
-    counted = [name for name in arguments.run if RUNS[name].statement == "flips"]
     proven = [name for name in arguments.run if name not in counted]
     for name in counted:
         settings.flips(name, arguments.assets)

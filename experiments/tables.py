@@ -297,11 +297,13 @@ def certify_agreement() -> str:
     """Agreement after updates: what is proven, and that agreeing is no weaker than keeping the class."""
     records = {record["run"]: record for record in recorded("experiments/results/certify.json")}
     attacked = records["digits_agreement"]
-    text = prose(
-        f"For {attacked['differ']} of {attacked['n']} digits, an attack finds an update after which the networks "
-        f"differ at most 5 % above the largest update for which it flips neither of them (median "
-        f"{attacked['median_attack_radius']:.2g})."
-    )
+    text = "The networks agreed on none of the digits that were attacked."
+    if attacked["n"]:
+        text = prose(
+            f"For {attacked['differ']} of {attacked['n']} digits, an attack finds an update after which the networks "
+            f"differ at most 5 % above the largest update for which it flips neither of them (median "
+            f"{attacked['median_attack_radius']:.2g})."
+        )
     rows = []
     for record in records.values():
         if record["statement"] != "joint agreement" or not record["n"]:

@@ -17,6 +17,8 @@ from halve.sources.digits import DigitsResNet
 from halve.sources.weights import save_state
 
 ROOT = Path(__file__).parents[2]
+CONDITIONS = {"method": "CROWN", "branches": 1000, "gap": None, "size": 2 / 255, "layers": None}
+CONDITIONS |= {"image_seconds": None, "device": "CPU, 1 thread"}
 
 
 @pytest.fixture
@@ -30,7 +32,7 @@ def record(experiment, bounds, *images):
     found = [
         {"index": i, "agree": True, "certified": good, "bounds": {"masked": 1.0}, "seconds": 1.0} for i, good in images
     ]
-    about = {"run": run, "masks": "m", "bounds": bounds}
+    about = {"run": run, "masks": "m", "bounds": bounds} | CONDITIONS
     return about | experiment.summary(experiment.RUNS[run], found) | {"per_image": found}
 
 
@@ -54,6 +56,26 @@ def test_old_records_that_do_not_name_their_masks_replace_and_are_not_joined(exp
     records.save(record(experiment, "new", (0, True)))
     records.merge({"digits_region_2": old})
     assert [one["index"] for one in records.load()["digits_region_2"]["per_image"]] == [1]
+
+
+@pytest.mark.parametrize("change", [{"device": "NVIDIA H200"}, {"branches": 0}, {"gap": 0.25}, {"image_seconds": 60.0}])
+def test_images_under_other_conditions_are_not_joined_and_nothing_is_lost(experiment, tmp_path, change):
+    records = experiment.Records(tmp_path / "certify.json")
+    records.save(record(experiment, "new", (0, True)))
+    before = records.load()
+    [key] = change
+    with pytest.raises(SystemExit, match=f"digits_region_2 is recorded with {key} .*--out"):
+        records.merge({"digits_region_2": record(experiment, "new", (1, True)) | change})
+    assert records.load() == before
+
+
+def test_a_condition_that_an_old_record_does_not_state_is_unknown(experiment, tmp_path):
+    records = experiment.Records(tmp_path / "certify.json")
+    old = record(experiment, "new", (0, True))
+    del old["gap"]
+    records.save(old)
+    with pytest.raises(SystemExit, match="gap unknown, not None"):
+        records.merge({"digits_region_2": record(experiment, "new", (1, True))})
 
 
 def test_no_task_starts_after_the_deadline(experiment, tmp_path):
@@ -96,20 +118,73 @@ def test_agreement_is_recorded_with_what_is_proven_apart_together_and_by_an_atta
     assert totals[2]["lead"] > 0
 
 
-def test_the_probe_reports_each_step(experiment, monkeypatch, tmp_path, capsys):
+@pytest.fixture
+def subjects(tmp_path):
+    """The folder of a network that was not trained, with magnitude masks and random images."""
     torch.manual_seed(0)
     model = DigitsResNet().eval()
     save_state(model.state_dict(), tmp_path / "digits.safetensors")
-    halve.prune(model).save(tmp_path / "digits.masks.safetensors")
-    save_file({"images": torch.rand(20, 1, 8, 8) * 2 - 1}, tmp_path / "digits.images")
-    probe, out = importlib.import_module("certify_probe"), tmp_path / "out.jsonl"
+    masks = halve.prune(model)
+    masks.save(tmp_path / "digits.masks.safetensors")
+    images = torch.rand(400, 1, 8, 8) * 2 - 1
+    with torch.no_grad():
+        differ = model(images).argmax(1) != halve.apply(model, masks)(images).argmax(1)
+    assert differ.sum() > 1
+    save_file({"images": images[~differ][:20]}, tmp_path / "digits.images")
+    save_file({"images": images[differ][:2]}, tmp_path / "differ.images")
+    return tmp_path
+
+
+def certified(experiment, monkeypatch, subjects, *options):
+    """The records after a run of the command."""
+    out = subjects / "certify.json"
+    monkeypatch.setattr("sys.argv", ["certify.py", str(subjects), "--out", str(out), *map(str, options)])
+    experiment.main()
+    return {one["run"]: one for one in json.loads(out.read_text())}
+
+
+@pytest.mark.parametrize("run", ["digits_region_2", "digits_agreement", "digits_agreement_0.001"])
+def test_a_run_is_recorded_before_any_image_agrees(experiment, subjects, monkeypatch, run):
+    (subjects / "differ.images").rename(subjects / "digits.images")
+    for _ in range(2):  # it can be started again
+        found = certified(experiment, monkeypatch, subjects, "--run", run)[run]
+        assert found["n"] == 0
+        assert [one["agree"] for one in found["per_image"]] == [False, False]
+
+
+def test_a_run_continues_under_the_same_conditions_only(experiment, subjects, monkeypatch):
+    run, out = "digits_intervals_0.25", subjects / "certify.json"
+    [found] = certified(experiment, monkeypatch, subjects, "--run", run).values()
+    assert found["n"] == 20
+    found["per_image"] = found["per_image"][:3]
+    out.write_text(json.dumps([found]))
+    with pytest.raises(SystemExit, match=r"image_seconds None, not 9\.0"):
+        certified(experiment, monkeypatch, subjects, "--run", run, "--image-seconds", 9)
+    assert json.loads(out.read_text()) == [found]
+    [again] = certified(experiment, monkeypatch, subjects, "--run", run).values()
+    assert again["n"] == 20
+    assert again["per_image"][:3] == found["per_image"]
+    attacked = certified(experiment, monkeypatch, subjects, "--run", run, "--attack", "--image-seconds", 9)[run]
+    assert (attacked["attacks"], attacked["image_seconds"]) == (20, None)
+
+
+@pytest.mark.parametrize("run", ["digits_agreement", "digits_agreement_0.001", "digits_lemma_4", "resnet20_flips"])
+def test_only_proofs_of_regions_and_updates_are_attacked_afterwards(experiment, subjects, monkeypatch, capsys, run):
+    with pytest.raises(SystemExit):
+        certified(experiment, monkeypatch, subjects, "--run", run, "--attack")
+    said = capsys.readouterr().err
+    assert f"--attack takes runs that prove regions or updates (digits_region_2, ...), not {run}" in said
+
+
+def test_the_probe_reports_each_step(experiment, subjects, monkeypatch, capsys):
+    probe, out = importlib.import_module("certify_probe"), subjects / "out.jsonl"
     options = ["--items", "digits", "--device", "cpu", "--no-inside", "--limit", "100", "--profile", "digits"]
-    monkeypatch.setattr("sys.argv", ["certify_probe.py", str(tmp_path), *options, "--out", str(out)])
+    monkeypatch.setattr("sys.argv", ["certify_probe.py", str(subjects), *options, "--out", str(out)])
     probe.main()
     found = json.loads(out.read_text())
     assert "failed" not in found
     assert found["intervals"] <= found["plain"] <= found["last"] + 1e-9 <= found["margin"] + 1e-9
     assert all(after <= before for before, after in zip(found["open_before"], found["open"], strict=True))
     assert "aten::" in capsys.readouterr().out
-    bounds = probe.Probe("digits", "digits_region_2", tmp_path, "cpu", 100.0).everything(False)
-    assert max(probe.difference("digits_region_2", tmp_path, bounds).values()) < 1e-12
+    bounds = probe.Probe("digits", "digits_region_2", subjects, "cpu", 100.0).everything(False)
+    assert max(probe.difference("digits_region_2", subjects, bounds).values()) < 1e-12
