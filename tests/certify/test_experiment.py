@@ -1,6 +1,5 @@
-"""Records of experiments/certify.py: runs of several processes and machines are joined, and only if they fit."""
+"""experiments/certify.py: what it records of networks, which records are joined, and what a probe tells of it."""
 
-import dataclasses
 import importlib
 import json
 import math
@@ -23,8 +22,14 @@ CONDITIONS |= {"image_seconds": None, "device": "CPU, 1 thread"}
 
 @pytest.fixture
 def experiment(monkeypatch):
+    """A module of experiments/, by name."""
     monkeypatch.syspath_prepend(ROOT / "experiments")
-    return importlib.import_module("certify")
+    return importlib.import_module
+
+
+@pytest.fixture
+def records(experiment, tmp_path):
+    return experiment("certify_records").Records(tmp_path / "certify.json")
 
 
 def record(experiment, bounds, *images):
@@ -33,11 +38,10 @@ def record(experiment, bounds, *images):
         {"index": i, "agree": True, "certified": good, "bounds": {"masked": 1.0}, "seconds": 1.0} for i, good in images
     ]
     about = {"run": run, "masks": "m", "bounds": bounds} | CONDITIONS
-    return about | experiment.summary(experiment.RUNS[run], found) | {"per_image": found}
+    return about | experiment("certify_records").summary(run, found)
 
 
-def test_records_of_the_same_bounds_are_joined_and_others_replaced(experiment, tmp_path):
-    records = experiment.Records(tmp_path / "certify.json")
+def test_records_of_the_same_bounds_are_joined_and_others_replaced(experiment, records, tmp_path):
     records.save(record(experiment, "new", (0, True), (3, False)))
     records.merge({"digits_region_2": record(experiment, "new", (1, True), (3, True))})
     found = records.load()["digits_region_2"]
@@ -49,8 +53,7 @@ def test_records_of_the_same_bounds_are_joined_and_others_replaced(experiment, t
     assert len(json.loads((tmp_path / "certify.json").read_text())) == 1
 
 
-def test_old_records_that_do_not_name_their_masks_replace_and_are_not_joined(experiment, tmp_path):
-    records = experiment.Records(tmp_path / "certify.json")
+def test_old_records_that_do_not_name_their_masks_replace_and_are_not_joined(experiment, records):
     old = record(experiment, "new", (1, True))
     del old["masks"]
     records.save(record(experiment, "new", (0, True)))
@@ -59,8 +62,7 @@ def test_old_records_that_do_not_name_their_masks_replace_and_are_not_joined(exp
 
 
 @pytest.mark.parametrize("change", [{"device": "NVIDIA H200"}, {"branches": 0}, {"gap": 0.25}, {"image_seconds": 60.0}])
-def test_images_under_other_conditions_are_not_joined_and_nothing_is_lost(experiment, tmp_path, change):
-    records = experiment.Records(tmp_path / "certify.json")
+def test_images_under_other_conditions_are_not_joined_and_nothing_is_lost(experiment, records, change):
     records.save(record(experiment, "new", (0, True)))
     before = records.load()
     [key] = change
@@ -69,8 +71,7 @@ def test_images_under_other_conditions_are_not_joined_and_nothing_is_lost(experi
     assert records.load() == before
 
 
-def test_a_condition_that_an_old_record_does_not_state_is_unknown(experiment, tmp_path):
-    records = experiment.Records(tmp_path / "certify.json")
+def test_a_condition_that_an_old_record_does_not_state_is_unknown(experiment, records):
     old = record(experiment, "new", (0, True))
     del old["gap"]
     records.save(old)
@@ -79,36 +80,39 @@ def test_a_condition_that_an_old_record_does_not_state_is_unknown(experiment, tm
 
 
 def test_no_task_starts_after_the_deadline(experiment, tmp_path):
-    task = experiment.Task("digits_region_2", tmp_path, "cpu", 1.0, (0,))
-    assert list(experiment.completed([task], 1, time.monotonic() - 1)) == []
+    tasks = experiment("certify_tasks")
+    task = tasks.Task("digits_region_2", tmp_path, "cpu", 1.0, (0,))
+    assert list(tasks.completed([task], 1, time.monotonic() - 1)) == []
 
 
-def test_slopes_inside_are_optimised_where_a_proof_is_near(experiment):
+@pytest.fixture
+def pair(experiment):
+    """A small network with masks by magnitude."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Flatten(), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
-    images = torch.rand(6, 1, 2, 4)
-    one = experiment.Subject(model.eval(), halve.prune(model), images, (0.0,), (1.0,))
-    run, found = experiment.Run("digits", "region", 0.3, 6), {}
+    subjects = experiment("certify_subjects")
+    one = subjects.Subject(model.eval(), halve.prune(model), torch.rand(12, 1, 2, 4), (0.0,), (1.0,))
+    return subjects.Pair(one, "cpu")
+
+
+def test_slopes_inside_are_optimised_where_a_proof_is_near(experiment, pair):
+    image, found = pair.subject.images[:1].double(), {}
+    label = int(pair.models["dense"](image).argmax())
     for gap in (math.inf, 1e9, 0.0):
-        prover = experiment.Prover(dataclasses.replace(run, gap=gap), one, "cpu", math.inf)
-        label = int(model(images[:1]).argmax())
-        found[gap] = prover._bounds("dense", images[:1].double(), [label], [run.size])[0]
+        run = experiment("certify_statements").Region("digits", 0.3, 6, gap=gap)
+        [found[gap]] = run.bounds(pair, "dense", image, [label], [run.size])
     assert found[math.inf] == pytest.approx(found[1e9])
     assert found[0.0] < found[1e9] < 0
 
 
-def test_agreement_is_recorded_with_what_is_proven_apart_together_and_by_an_attack(experiment):
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Flatten(), nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
-    one = experiment.Subject(model.eval(), halve.prune(model), torch.rand(12, 1, 2, 4), (0.0,), (1.0,))
+def test_agreement_is_recorded_with_what_is_proven_apart_together_and_by_an_attack(experiment, pair):
     totals = []
     for size in (1e-4, 0.1, 1.0):
-        run = experiment.Run("digits", "joint agreement", size, 12)
-        prover = experiment.Prover(run, one, "cpu", math.inf)
-        found = [experiment.joint_agreement(prover, image) for image in one.images.double()]
+        run = experiment("certify_statements").JointAgreement("digits", size, 12)
+        found = run.prove(pair, pair.subject.images.double())
         for outcome in found:
             assert not outcome["agree"] or (outcome["lead"] == 0) == outcome["joint"]
-        total = experiment.summary(run, found)
+        total = run.summary(found)
         assert total["keeps"] + total["only_joint"] + total["open"] == total["n"] > 0
         totals.append(total)
     assert [total["keeps"] for total in totals] == sorted((total["keeps"] for total in totals), reverse=True)
@@ -116,6 +120,25 @@ def test_agreement_is_recorded_with_what_is_proven_apart_together_and_by_an_atta
     assert totals[0]["lead"] is None
     assert totals[2]["differ"] > 0
     assert totals[2]["lead"] > 0
+
+
+def test_certified_changes_of_pixels_and_of_weights_are_not_attacked_successfully(experiment, pair):
+    statements = experiment("certify_statements")
+    for run in (
+        statements.Region("digits", 0.01, 6),
+        statements.Region("digits", None, 6),
+        statements.Reuse("digits", 1e-3, 6),
+        statements.Reuse("digits", None, 6),
+    ):
+        images = pair.subject.images[:4].double()
+        found = run.prove(pair, images)
+        found = [one | (run.attack(pair, x, one) if one["agree"] else {}) for x, one in zip(images, found, strict=True)]
+        total = run.summary(found)
+        assert total["attacks"] == total["n"] > 0
+        if run.size is None:
+            assert 0 < total["median_radius"] <= total["median_attack_radius"]
+        else:
+            assert total["tightness"] >= 1
 
 
 @pytest.fixture
@@ -139,7 +162,7 @@ def certified(experiment, monkeypatch, subjects, *options):
     """The records after a run of the command."""
     out = subjects / "certify.json"
     monkeypatch.setattr("sys.argv", ["certify.py", str(subjects), "--out", str(out), *map(str, options)])
-    experiment.main()
+    experiment("certify").main()
     return {one["run"]: one for one in json.loads(out.read_text())}
 
 
@@ -177,7 +200,7 @@ def test_only_proofs_of_regions_and_updates_are_attacked_afterwards(experiment, 
 
 
 def test_the_probe_reports_each_step(experiment, subjects, monkeypatch, capsys):
-    probe, out = importlib.import_module("certify_probe"), subjects / "out.jsonl"
+    probe, out = experiment("certify_probe"), subjects / "out.jsonl"
     options = ["--items", "digits", "--device", "cpu", "--no-inside", "--limit", "100", "--profile", "digits"]
     monkeypatch.setattr("sys.argv", ["certify_probe.py", str(subjects), *options, "--out", str(out)])
     probe.main()
