@@ -282,3 +282,32 @@ def test_a_gain_is_divided_into_kernels_and_sparsity(speed):
     assert "| ResNet-18 | 1.10x, 1 of 2 |" in told
     assert "no sparse layer on Swin-T (batch 8)" in told
     assert "| 8 | 2 | 3.00x (3.00) | 2.00x (2.00) |" in speed.conv3x3_planned()
+
+
+def test_a_dtype_in_which_only_peers_were_measured_is_not_compared(experiment, monkeypatch):
+    about = {"photos": 1000, "hardware": "GPU", "versions": {"torch": "2"}, "date": "today"}
+    flips = {
+        ("torch, BatchNorm folded", "float16"): 4,
+        ("halve", "float16"): 5,
+        ("torch, BatchNorm folded", "bfloat16"): 30,
+    }
+    found = [about | {"system": system, "dtype": dtype, "flips": count} for (system, dtype), count in flips.items()]
+    tables = experiment("tables")
+    monkeypatch.setattr(tables, "recorded", {"benchmarks/results/photos.json": found}.__getitem__)
+    said = " ".join(tables.photos().split())
+    assert "| PyTorch, BatchNorm folded first | 4 | 30 |" in said
+    assert said.endswith("halve against PyTorch with BatchNorm folded: +1 in float16 (two standard errors: 6).")
+
+
+def test_runs_of_which_no_image_agrees_have_no_row(experiment, monkeypatch):
+    tables = experiment("certificate_tables")
+    found = [
+        {"run": "digits_region_2", "network": "digits", "statement": "region", "n": 0, "disagree": 1},
+        {"run": "digits_lemma_4", "network": "digits", "statement": "lemma 4", "n": 0},
+        {"run": "digits_agreement", "network": "digits", "statement": "agreement", "n": 0, "differ": 0},
+        {"run": "digits_agreement_0.001", "network": "digits", "statement": "joint agreement", "n": 0},
+    ]
+    monkeypatch.setattr(tables, "recorded", {"experiments/results/certify.json": found}.__getitem__)
+    assert tables.certify_agreement() == "The networks agreed on none of the digits that were attacked."
+    for made in (tables.certify_proofs, tables.certify_lemmas):
+        assert len(made().splitlines()) == 2
