@@ -128,6 +128,31 @@ def runs() -> str:
     return table(["network", "time", "steps", "batch", "measured on"], rows)
 
 
+def accuracy_cpu() -> str:
+    """Learned masks on a CPU: mean over seeds, lowest and highest. Nothing if none were learned on one."""
+    runs: dict[tuple[str, str, float | None], list[dict[str, Any]]] = {}
+    for record in accuracies("cpu"):
+        if record["method"] == "halve" and record["metric"] == "top1":
+            key = (record["network"], record["data"], record["settings"]["minutes"])
+            runs.setdefault(key, []).append(record)
+    rows = []
+    for (network, data, minutes), found in runs.items():
+        row, values = (network, data, "top1"), [100 * r["value"] for r in found]
+        dense = percents(row, "dense", "cpu") or percents(row, "dense")
+        rows.append(
+            [
+                f"{name_of(network)}, {data}",
+                f"{minutes:g}" if minutes else "",
+                span([r["settings"]["steps_done"] for r in found], "{:,}"),
+                f"{statistics.mean(values):.2f}" + (f" ({span(values)})" if len(values) > 1 else ""),
+                f"{statistics.mean(dense):.2f}" if dense else "",
+                measured_on(found),
+            ]
+        )
+    heads = ["", "minutes", "steps", "top-1 of learned masks, %", "dense top-1, %", "measured on"]
+    return table(heads, rows) if rows else ""
+
+
 def one_shot() -> str:
     """One-shot methods: share of magnitude kept, and accuracy without and with recalibration."""
     records = recorded("experiments/results/one_shot.json")
@@ -401,6 +426,7 @@ TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
         ("README.md", "export_brief", export_tables.export_brief),
         ("docs/results/accuracy.md", "accuracy", accuracy),
         ("docs/results/accuracy.md", "runs", runs),
+        ("docs/results/accuracy.md", "accuracy_cpu", accuracy_cpu),
         ("docs/results/accuracy.md", "one_shot", one_shot),
         ("docs/results/accuracy.md", "learn_gpu", learn_gpu),
         ("docs/results/speed.md", "gpu_summary", gpu_speed.gpu_summary),

@@ -311,3 +311,56 @@ def test_runs_of_which_no_image_agrees_have_no_row(experiment, monkeypatch):
     assert tables.certify_agreement() == "The networks agreed on none of the digits that were attacked."
     for made in (tables.certify_proofs, tables.certify_lemmas):
         assert len(made().splitlines()) == 2
+
+
+def accuracy_of(seed, value, method="halve", **more):
+    settings = {"minutes": 5.0, "steps_done": 1440 + seed}
+    about = {"network": "cifar_resnet20", "data": "CIFAR-10 test", "metric": "top1", "hardware": "a machine"}
+    about |= {"settings": settings, "versions": {"torch": "2"}, "date": "today"}
+    return about | {"method": method, "seed": None if method == "dense" else seed, "value": value} | more
+
+
+@pytest.fixture
+def accuracies(experiment, tmp_path, monkeypatch):
+    """A file of accuracies, measured on a GPU; `records.recorded` reads it."""
+    experiment("tables")  # modules that take `recorded` from there take the true one
+    path, records = tmp_path / "accuracy.json", experiment("records")
+    experiment("accuracy").write(path, [accuracy_of(0, 0.9, "dense"), accuracy_of(0, 0.8), accuracy_of(1, 0.82)])
+    monkeypatch.setattr(records, "recorded", lambda name: json.loads(path.read_text()))
+    return path
+
+
+def test_records_of_a_cpu_stand_beside_those_of_a_gpu(experiment, accuracies, tmp_path, monkeypatch):
+    records, accuracy, other = experiment("records"), experiment("accuracy"), tmp_path / "other.json"
+    before = json.loads(accuracies.read_text())
+    other.write_text(json.dumps([accuracy_of(0, 0.71), accuracy_of(1, 0.75)]))
+    monkeypatch.setattr("sys.argv", ["accuracy.py", "--merge", str(other), "--device", "cpu", "--out", str(accuracies)])
+    for _ in range(2):  # the second time, they replace themselves
+        accuracy.main()
+        after = json.loads(accuracies.read_text())
+        assert after[:3] == before
+        assert [(r["device"], r["value"]) for r in after[3:]] == [("cpu", 0.71), ("cpu", 0.75)]
+    row = ("cifar_resnet20", "CIFAR-10 test", "top1")
+    assert records.percents(row, "halve") == [80.0, 82.0]
+    assert records.percents(row, "halve", "cpu") == [71.0, 75.0]
+    assert len(records.learned()) == 2
+    accuracy.write(accuracies, [accuracy_of(0, 0.85, device="cuda")])  # replaces a record that does not name its device
+    assert sorted(records.percents(row, "halve")) == [82.0, 85.0]
+
+
+def test_the_table_of_a_cpu_appears_with_its_records(experiment, accuracies):
+    accuracy, tables = experiment("accuracy"), experiment("tables")
+    gpu = tables.accuracy()
+    assert tables.accuracy_cpu() == ""
+    accuracy.write(accuracies, [accuracy_of(seed, value, device="cpu") for seed, value in ((0, 0.71), (1, 0.75))])
+    [shown] = tables.accuracy_cpu().splitlines()[2:]
+    what = "| ResNet-20, CIFAR-10 test | 5 | 1,440 to 1,441 | 73.00 (71.00 to 75.00) | 90.00 |"
+    assert shown == f"{what} a machine, torch 2, today |"
+    assert tables.accuracy() == gpu
+
+
+def test_what_is_run_needs_assets_and_a_network(experiment, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["accuracy.py", "--device", "cpu"])
+    with pytest.raises(SystemExit):
+        experiment("accuracy").main()
+    assert "ASSETS and --network are required" in capsys.readouterr().err
