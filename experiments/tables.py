@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import budget_results
 import certificate_tables
 import export_tables
 import gpu_speed
@@ -427,6 +428,7 @@ TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
         ("docs/results/accuracy.md", "accuracy", accuracy),
         ("docs/results/accuracy.md", "runs", runs),
         ("docs/results/accuracy.md", "accuracy_cpu", accuracy_cpu),
+        ("docs/results/accuracy.md", "budgets", budget_results.budgets),
         ("docs/results/accuracy.md", "one_shot", one_shot),
         ("docs/results/accuracy.md", "learn_gpu", learn_gpu),
         ("docs/results/speed.md", "gpu_summary", gpu_speed.gpu_summary),
@@ -477,6 +479,7 @@ TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
             (f"docs/figures/open-{study.replace('_', '-')}.svg", f"open_{study}_figure", made)
             for study, made in open_results.FIGURES.items()
         ),
+        *((f"docs/figures/{name}.svg", name, made) for name, made in budget_results.figures().items()),
         ("docs/figures/speed.svg", "speed_bars", speed_bars),
         ("docs/figures/cpu.svg", "cpu_bars", cpu_bars),
     ]

@@ -364,3 +364,55 @@ def test_what_is_run_needs_assets_and_a_network(experiment, monkeypatch, capsys)
     with pytest.raises(SystemExit):
         experiment("accuracy").main()
     assert "ASSETS and --network are required" in capsys.readouterr().err
+
+
+def budget(images, method, agreement, device="cpu", **more):
+    about = {"network": "cifar_resnet20", "device": device, "images": images, "seed": 0, "method": method}
+    about |= {"agreement_cifar10/train": agreement, "kl_cifar10/train": 0.1, "hardware": f"a {device}"}
+    return about | {"versions": {"torch": "2"}, "date": "today"} | more
+
+
+def of_budgets(device):
+    found = [budget(n, method, 0.7 + n / 1e6, device) for n in (100, 45_000) for method in ("magnitude", "reconstruct")]
+    for images, minutes, agreement in ((45_000, 0.5, 0.9), (45_000, 2.0, 0.95), (100, 2.0, 0.8)):
+        found.append(budget(images, "halve", agreement, device, minutes=minutes, steps_done=int(1000 * minutes)))
+    return found
+
+
+@pytest.fixture
+def budgets(experiment, monkeypatch):
+    """experiments/budget_results.py, and a list of records that it shows."""
+    module, shown = experiment("budget_results"), []
+    monkeypatch.setattr(module, "recorded_if_any", {"experiments/results/budgets.json": shown}.__getitem__)
+    return module, shown
+
+
+def test_budgets_have_a_section_and_a_figure_for_each_device_that_was_measured(budgets):
+    module, shown = budgets
+    assert (module.budgets(), module.figures()) == ("", {})
+    shown += of_budgets("cpu")
+    text = module.budgets()
+    assert text.startswith("## Few images, few minutes\n")
+    assert "| 100 | 2 | 2,000 | 80.0 | 70.0 |  | 70.0 |\n| 45,000 | 0.5 | 500 | 90.0 | 74.5 |  | 74.5 |" in text
+    assert "ResNet-20 on a CPU (a cpu, torch 2, today; `experiments/budgets.py`)." in text
+    shown += of_budgets("cuda")
+    assert list(module.figures()) == ["budgets-cifar-resnet20-cpu", "budgets-cifar-resnet20-cuda"]
+    for name in module.figures():
+        assert f"(../figures/{name}.svg)" in module.budgets()
+
+
+def test_the_figure_of_budgets_has_curves_over_minutes_and_images(budgets):
+    module, shown = budgets
+    shown += of_budgets("cpu")
+    drawn = module.figures()["budgets-cifar-resnet20-cpu"]()
+    for words in ("45,000 images", "2 minutes", "minutes", "images", "0.5", "reconstruct", "a cpu, torch 2, today"):
+        assert f">{words}</text>" in drawn
+    assert drawn.count("<path") == 4  # learned and in one shot, twice
+    shown[:] = [record for record in shown if record["images"] == 45_000]
+    assert module.figures()["budgets-cifar-resnet20-cpu"]().count("<path") == 2  # no curve over images yet
+
+
+def test_seeds_of_a_budget_are_shown_with_their_range(budgets):
+    module, shown = budgets
+    shown += [budget(100, "halve", share, minutes=2.0, steps_done=10) for share in (0.8, 0.9)]
+    assert "| 100 | 2 | 10 | 85.0 (80.0 to 90.0) |" in module.budgets()
