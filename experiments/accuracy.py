@@ -2,11 +2,12 @@
 `halve.learn` (all layers, with learned norms, and with --plan only where masks pay).
 
     python experiments/accuracy.py ASSETS --network cifar_resnet20 [--methods halve ...] [--seeds 0 1 2] [--device cuda]
+    python experiments/accuracy.py --merge FILE [--device cpu]    # records of another machine
 
 ASSETS has the layout of one_shot.py, plus tiny200_train/. Masks are learned from training images only; weights and
 BatchNorm statistics are compared bit for bit before and after. The evaluation images are used once, at the end. To
 choose settings, use --held-out, which learns without a part of the training images and measures on that part.
-Writes one record per measurement to experiments/results/accuracy.json.
+Writes one record per measurement to experiments/results/accuracy.json. Records of a CPU stand beside those of a GPU.
 """
 
 import argparse
@@ -28,6 +29,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from PIL import Image
+from records import device_of
 from torch import Tensor, nn
 
 import halve
@@ -193,11 +195,11 @@ def planned(plan: SpeedPlan | None, masks: halve.MaskSet) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("assets", type=Path)
-    parser.add_argument("--network", required=True, choices=list(NETWORKS))
+    parser.add_argument("assets", type=Path, nargs="?")
+    parser.add_argument("--network", choices=list(NETWORKS))
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--seeds", nargs="+", type=int, default=[0, 1, 2])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", help="default: cuda if there is a GPU, otherwise cpu")
     parser.add_argument("--minutes", type=float, help="time budget of halve.learn (default: its own)")
     parser.add_argument("--plan", type=Path, help="what halve.measure found (plan.py), for the methods halve_plan*")
     parser.add_argument("--size", type=int, help="pixels of the training images")
@@ -206,8 +208,15 @@ def main() -> None:
     parser.add_argument("--held-out", action="store_true", help="measure on held-out training images; record nothing")
     parser.add_argument("--note", default="", help="what else ran on the device at the same time")
     parser.add_argument("--masks", type=Path, help="folder to keep learned masks in")
+    parser.add_argument("--merge", type=Path, metavar="FILE", help="take the records of this file, and run nothing")
     parser.add_argument("--out", type=Path, default=RESULTS)
     options = parser.parse_args()
+    if options.merge is not None:
+        merge(options.out, options.merge, options.device)
+        return
+    if options.assets is None or options.network is None:
+        parser.error("ASSETS and --network are required, except with --merge")
+    options.device = options.device or ("cuda" if torch.cuda.is_available() else "cpu")
     plan = None if options.plan is None else load_plan(options.plan)
     if plan is None:
         options.methods = [method for method in options.methods if method not in PLANNED]
@@ -266,6 +275,7 @@ def main() -> None:
                         "seconds": round(seconds, 1),
                         "settings": {key: masks.recipe[key] for key in SETTINGS if key in masks.recipe}
                         | {"batch": network.batch, "size": network.size, "options": learning},
+                        "device": torch.device(options.device).type,
                         "hardware": device_name(torch.device(options.device))
                         + (f", {options.note}" if options.note else ""),
                         "versions": {"halve": halve.__version__, "torch": torch.__version__},
@@ -279,19 +289,23 @@ def main() -> None:
 
 
 def write(path: Path, records: list[dict[str, Any]]) -> None:
-    """Write the records, replacing earlier ones of the same measurements."""
-    keys = ("network", "data", "metric", "method", "seed")
-    new = {tuple(record[key] for key in keys) for record in records}
+    """Write the records, replacing earlier ones of the same measurements on the same kind of device."""
 
-    def merged(old: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        kept = [record for record in old if tuple(record[key] for key in keys) not in new]
-        return sorted(kept + records, key=lambda r: (list(NETWORKS).index(r["network"]), r["data"], *_place(r)))
+    def key(record: dict[str, Any]) -> tuple[Any, ...]:
+        return device_of(record), *(record[name] for name in ("network", "data", "metric", "method", "seed"))
 
-    update(path, merged)
+    def place(record: dict[str, Any]) -> tuple[Any, ...]:
+        network, method = list(NETWORKS).index(record["network"]), METHODS.index(record["method"])
+        return device_of(record) != "cuda", network, record["data"], method, record["seed"] or 0
+
+    new = {key(record) for record in records}
+    update(path, lambda old: sorted([record for record in old if key(record) not in new] + records, key=place))
 
 
-def _place(record: dict[str, Any]) -> tuple[int, int]:
-    return METHODS.index(record["method"]), record["seed"] or 0
+def merge(path: Path, other: Path, device: str | None) -> None:
+    """Take the records of another file; `device` is that of records that do not name theirs."""
+    named = {} if device is None else {"device": torch.device(device).type}
+    write(path, [named | record for record in json.loads(other.read_text())])
 
 
 def update(path: Path, change: Callable[[list[dict[str, Any]]], list[dict[str, Any]]]) -> None:

@@ -7,7 +7,7 @@ All minutes are tried with all images, and all numbers of images with two minute
 `halve.prune` makes of the same images: by magnitude, by magnitude in searched channel orders, and by reconstruction.
 Times are worth something only if nothing else runs on the device. Masks are measured on training images that are held
 back (as in screen.py). A budget that is recorded is not run again, and none is started that would not end
-within --seconds, so the experiment can be run in parts. Writes results/budgets.json.
+within --seconds, so the experiment can be run in parts. Writes experiments/results/budgets.json.
 """
 
 import argparse

@@ -20,14 +20,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from certify import RUNS, Prover, subject
+from certify_runs import RUNS
+from certify_statements import KeepsClass
+from certify_subjects import Pair, subject
 from torch import Tensor
 
 from halve.certify.attack import margin_of
 from halve.certify.crown import STEPS_INSIDE, Bounds, OutOfTime
+from halve.certify.memory import coefficients
 from halve.certify.network import Network
 from halve.certify.operators import ReLU
-from halve.certify.rounding import Interval, Owners
+from halve.certify.rounding import Interval
 
 ITEMS = {
     "digits": "digits_region_2",
@@ -45,19 +48,20 @@ class Probe:
 
     def __init__(self, name: str, item: str, folder: Path, device: str, limit: float) -> None:
         self.device, run = torch.device(device), RUNS[item]
+        assert isinstance(run, KeepsClass)
         assert run.size is not None
-        self.prover = Prover(run, subject(run.network, folder), device, limit)
-        for image in self.prover.subject.images.double().to(device).split(1):
+        pair = Pair(subject(run.network, folder), device, limit)
+        for image in pair.subject.images.double().to(device).split(1):
             with torch.no_grad():
-                scores, dense = (model(image)[0] for model in self.prover.models.values())
+                scores, dense = (model(image)[0] for model in pair.models.values())
             if scores.argmax() == dense.argmax():
                 break
         self.label = int(scores.argmax())
         self.found: dict[str, Any] = {"item": name, "margin": float(margin_of(scores, self.label))}
         if (run.network, device) not in NETWORKS:
-            NETWORKS[run.network, device] = self.prover.network("masked")
-        self.network = self.prover.networks["masked"] = NETWORKS[run.network, device]
-        self.box, self.changes = self.prover._set("masked", image, [run.size])
+            NETWORKS[run.network, device] = pair.network("masked")
+        self.network = pair.captured["masked"] = NETWORKS[run.network, device]
+        self.box, self.changes = run.changes(pair, "masked", image, [run.size])
         self.deadline = time.monotonic() + limit
 
     def step(self, name: str, optimise: bool = False, **options: Any) -> Bounds:
@@ -90,33 +94,38 @@ class Probe:
         return tight
 
 
-def units(bounds: Bounds) -> tuple[Tensor, int, Owners | None]:
-    """As many rows as are carried back at a time, from the middle of a network."""
-    nodes = bounds.network.nodes
-    sources = [node.inputs[0] for node in nodes if isinstance(node.operator, ReLU) and not bounds.fixed[node.inputs[0]]]
+def units(bounds: Bounds) -> tuple[Tensor, int]:
+    """As many rows as are carried back at a time, from the middle of a network: they select values, or their negatives.
+
+    The bounds are of one image.
+    """
+    nodes, values, fixed = bounds.network.nodes, bounds.values, bounds.fixed
+    sources = [node.inputs[0] for node in nodes if isinstance(node.operator, ReLU) and not fixed[node.inputs[0]]]
     place = sources[len(sources) // 2]
-    shape = bounds.values[place].low.shape
-    at = torch.arange(bounds._at_once() // 2, device=bounds.box.low.device) % shape.numel()
-    rows, owners = bounds._units(torch.zeros_like(at), at, shape)
-    return rows, place, owners
+    value = values[place].low
+    largest = max(x.low.numel() for x, known in zip(values, fixed, strict=True) if not known)
+    rows = value.new_zeros(max(1, coefficients(value.device) // largest // 2), *value.shape[1:])
+    at = torch.arange(len(rows), device=rows.device)
+    rows.flatten(1)[at, at % rows[0].numel()] = 1.0
+    return torch.stack([rows, -rows], 1).flatten(0, 1), place
 
 
 @torch.no_grad()
 def passed(bounds: Bounds) -> dict[str, float]:
     """The time of a backward pass: a proof that does not end in time can be estimated by it."""
-    rows, place, owners = units(bounds)
+    rows, place = units(bounds)
     for _ in range(2):  # the first one takes longer
         started = time.perf_counter()
-        float(bounds.lower(rows, place, owners).sum())  # waits for a GPU
+        float(bounds.lower(rows, place).sum())  # waits for a GPU
     return {"rows": len(rows), "node": place, "ms": round(1000 * (time.perf_counter() - started), 1)}
 
 
 @torch.no_grad()
 def profiled(bounds: Bounds) -> str:
     """What takes the time of a backward pass."""
-    rows, place, owners = units(bounds)
+    rows, place = units(bounds)
     with torch.profiler.profile() as found:
-        float(bounds.lower(rows, place, owners).sum())
+        float(bounds.lower(rows, place).sum())
     order = f"self_{'device' if rows.device.type == 'cuda' else 'cpu'}_time_total"
     return found.key_averages().table(sort_by=order, row_limit=14, max_name_column_width=40)
 

@@ -58,20 +58,29 @@ def recorded_if_any(path: str) -> list[dict[str, Any]]:
     return recorded(path) if (ROOT / path).exists() else []
 
 
-def accuracies() -> list[dict[str, Any]]:
-    """One record per network, images, method and seed."""
-    return recorded("experiments/results/accuracy.json")
+def device_of(record: dict[str, Any]) -> str:
+    """The kind of device of a record; records that do not name it are of a GPU.
+
+    >>> device_of({"device": "cpu"}), device_of({})
+    ('cpu', 'cuda')
+    """
+    return str(record.get("device", "cuda"))
 
 
-def accuracy_rows() -> list[tuple[str, str, str]]:
+def accuracies(device: str = "cuda") -> list[dict[str, Any]]:
+    """One record per network, images, method and seed, of one kind of device."""
+    return [r for r in recorded("experiments/results/accuracy.json") if device_of(r) == device]
+
+
+def accuracy_rows(device: str = "cuda") -> list[tuple[str, str, str]]:
     """(network, images, metric) of everything that was measured."""
-    return list(dict.fromkeys((r["network"], r["data"], r["metric"]) for r in accuracies()))
+    return list(dict.fromkeys((r["network"], r["data"], r["metric"]) for r in accuracies(device)))
 
 
-def percents(row: tuple[str, str, str], method: str) -> list[float]:
+def percents(row: tuple[str, str, str], method: str, device: str = "cuda") -> list[float]:
     """What the seeds of a method reached, in percent."""
-    wanted = (*row, method)
-    return [100 * r["value"] for r in accuracies() if (r["network"], r["data"], r["metric"], r["method"]) == wanted]
+    wanted, found = (*row, method), accuracies(device)
+    return [100 * r["value"] for r in found if (r["network"], r["data"], r["metric"], r["method"]) == wanted]
 
 
 def percent(row: tuple[str, str, str], method: str) -> float:

@@ -9,6 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import budget_results
+import certificate_tables
+import export_tables
 import gpu_speed
 import open_results
 import sketches
@@ -126,6 +129,31 @@ def runs() -> str:
     return table(["network", "time", "steps", "batch", "measured on"], rows)
 
 
+def accuracy_cpu() -> str:
+    """Learned masks on a CPU: mean over seeds, lowest and highest. Nothing if none were learned on one."""
+    runs: dict[tuple[str, str, float | None], list[dict[str, Any]]] = {}
+    for record in accuracies("cpu"):
+        if record["method"] == "halve" and record["metric"] == "top1":
+            key = (record["network"], record["data"], record["settings"]["minutes"])
+            runs.setdefault(key, []).append(record)
+    rows = []
+    for (network, data, minutes), found in runs.items():
+        row, values = (network, data, "top1"), [100 * r["value"] for r in found]
+        dense = percents(row, "dense", "cpu") or percents(row, "dense")
+        rows.append(
+            [
+                f"{name_of(network)}, {data}",
+                f"{minutes:g}" if minutes else "",
+                span([r["settings"]["steps_done"] for r in found], "{:,}"),
+                f"{statistics.mean(values):.2f}" + (f" ({span(values)})" if len(values) > 1 else ""),
+                f"{statistics.mean(dense):.2f}" if dense else "",
+                measured_on(found),
+            ]
+        )
+    heads = ["", "minutes", "steps", "top-1 of learned masks, %", "dense top-1, %", "measured on"]
+    return table(heads, rows) if rows else ""
+
+
 def one_shot() -> str:
     """One-shot methods: share of magnitude kept, and accuracy without and with recalibration."""
     records = recorded("experiments/results/one_shot.json")
@@ -238,263 +266,11 @@ def photos() -> str:
         f"{flips['halve', dtype] - flips[peer, dtype]:+} in {dtype} (two standard errors: "
         f"{2 * math.sqrt(flips['halve', dtype] + flips[peer, dtype]):.0f})"
         for dtype in dtypes
-        if (peer, dtype) in flips
+        if flips.keys() >= {("halve", dtype), (peer, dtype)}
     ]
     if compared:
         note = prose(f"{note} halve against PyTorch with BatchNorm folded: {', '.join(compared)}.")
     return f"{table([f'changed predictions of {count:,}', *dtypes], rows)}\n\n{note}"
-
-
-CERTIFIED = {  # runs, and how they are called
-    "digits_intervals_0.25": ("digits, pixels change by 0.25/255", "intervals"),
-    "digits_region_2": ("digits, pixels change by 2/255", "CROWN"),
-    "digits_region_4": ("digits, pixels change by 4/255", "CROWN"),
-    "digits_region_8": ("digits, pixels change by 8/255", "CROWN"),
-    "digits_region_radius": ("digits, radius in pixels", "CROWN"),
-    "digits_reuse_radius": ("digits, radius of an update of all layers", "CROWN"),
-    "resnet20_stage3_0.001": ("ResNet-20, stage 3 and head updated by 1e-3", "CROWN"),
-    "resnet20_stage3_0.003": ("ResNet-20, stage 3 and head updated by 3e-3", "CROWN"),
-    "resnet20_all_1e-05": ("ResNet-20, all layers updated by 1e-5", "CROWN"),
-    "resnet20_all_0.0001": ("ResNet-20, all layers updated by 1e-4", "CROWN"),
-    "resnet20_region_0.0625": ("ResNet-20, pixels change by 0.0625/255", "CROWN"),
-    "resnet20_region_0.125": ("ResNet-20, pixels change by 0.125/255", "CROWN"),
-    "resnet20_region_0.25": ("ResNet-20, pixels change by 0.25/255", "CROWN"),
-    "resnet50_last_0.0001": ("ResNet-50, last block and head updated by 1e-4", "CROWN"),
-    "resnet50_last_0.001": ("ResNet-50, last block and head updated by 1e-3", "CROWN"),
-}
-
-
-def certify_proofs() -> str:
-    """Regions and updates: what is proven, and how far attacks get."""
-    records = {record["run"]: record for record in recorded("experiments/results/certify.json")}
-    rows = []
-    for run, (name, method) in CERTIFIED.items():
-        record = records.get(run)
-        if record is None or not record.get("n"):
-            continue
-        certified, attack, loss = f"{100 * record['share_certified']:.0f} %", "", ""
-        if "median_radius" in record:
-            unit, scale = ("/255", 255.0) if record["statement"] == "region" else ("", 1.0)
-            certified = f"median {scale * record['median_radius']:.2g}{unit}"
-            if record["median_attack_radius"] is not None:
-                attack = f"from {scale * record['median_attack_radius']:.2g}{unit} on"
-        else:
-            attack = "" if record["attack"] is None else f"{100 * record['attack']:.0f} %"
-            loss = "" if record["tightness"] is None else f"{record['tightness']:.1f}"
-            if record["out_of_time"]:
-                certified += f" ({record['out_of_time']} not finished in {record.get('image_seconds', 200):.0f} s)"
-        method += f", up to {record['branches']:,} parts" if record.get("branches") else ""
-        seconds = record["seconds_per_image"]
-        time = f"{seconds:.1f} s" if seconds < 100 else f"{seconds:.0f} s"
-        if "NVIDIA" in (record.get("device") or ""):
-            time += f", {record['device'].removeprefix('NVIDIA ')}"
-        rows.append([name, method, str(record["n"]), certified, attack, loss, time])
-    heads = ["statement", "method", "images", "certified", "attack flips", "loss over attack", "time per image"]
-    return table(heads, rows)
-
-
-def certify_agreement() -> str:
-    """Agreement after updates: what is proven, and that agreeing is no weaker than keeping the class."""
-    records = {record["run"]: record for record in recorded("experiments/results/certify.json")}
-    attacked = records["digits_agreement"]
-    text = prose(
-        f"For {attacked['differ']} of {attacked['n']} digits, an attack finds an update after which the networks "
-        f"differ at most 5 % above the largest update for which it flips neither of them (median "
-        f"{attacked['median_attack_radius']:.2g})."
-    )
-    rows = []
-    for record in records.values():
-        if record["statement"] != "joint agreement" or not record["n"]:
-            continue
-        name = name_of(record["network"])
-        updated = "stage 3 and head" if record["layers"] else "all layers"
-        lead = f"{record['lead']:.2g} (now {record['margin']:.2g})" if record["open"] else ""
-        counts = [str(record[key]) for key in ("n", "keeps", "only_joint", "differ")]
-        late = sum(None in one["bounds"].values() for one in record["per_image"] if one["agree"])
-        counts[1] += f" ({late} not finished)" if late else ""
-        limit = "" if record["image_seconds"] is None else f" (limit {record['image_seconds']:.0f} s per network)"
-        time = f"{record['seconds_per_image']:.0f} s{limit}"
-        rows.append([f"{name}, {updated} by {record['size']:g}", *counts, lead, time])
-    heads = ["update", "images", "proven: both keep the class", "only by joint bounds", "attack makes them differ"]
-    heads += ["others: median bound of the dense lead", "time per image"]
-    note = prose(
-        "*Others* are images for which agreement is not proven: the median of the bound, and of the dense margin now. "
-        "A bound far above that margin says nothing."
-    )
-    return f"{text}\n\n{table(heads, rows)}\n\n{note}" if rows else text
-
-
-def certify_lemmas() -> str:
-    """Lemma 4 on real networks."""
-    records = [r for r in recorded("experiments/results/certify.json") if r["statement"] == "lemma 4"]
-    rows = [
-        [name_of(r["network"]), str(r["n"]), f"{r['median_margin']:.2g}", f"{r['median_bound']:.1e}"] for r in records
-    ]
-    return table(["network", "images", "margin of the dense scores", "lemma 4: scores change by at most"], rows)
-
-
-def certify_flips() -> str:
-    """Flips on real networks."""
-    data = {"cifar_resnet20": "CIFAR-10 test", "resnet50_v1": "ImageNet photos"}
-    rows = []
-    for record in recorded("experiments/results/certify.json"):
-        if record["statement"] == "flips":
-            agreement, share = f"{100 * record['agreement']:.2f} %", f"{int(1e4 * record['share']) / 100:.2f} %"
-            name = f"{name_of(record['network'])}, {record['mask']}"
-            rows.append([name, f"{record['images']:,} ({data[record['network']]})", agreement, share])
-    return table(["masks", "images", "agreement measured", "certified with 99.9 % confidence"], rows)
-
-
-def certify_soundness() -> str:
-    """The long search for wrong bounds."""
-    record = recorded("benchmarks/results/soundness.json")
-    return prose(
-        f"`benchmarks/soundness.py` searches for wrong bounds: random networks of all these operators, with boxes "
-        f"around inputs and weights, against sampling and projected gradient descent. In {record['cases']:,} cases on "
-        f"{record['networks']:,} networks, {len(record['broken'])} bounds were wrong; "
-        f"{100 * record['proven'] / record['cases']:.0f} % of the cases were proven.{_in_parts(record)}{_joint()}"
-    )
-
-
-def _joint() -> str:
-    record = recorded("benchmarks/results/soundness_joint.json")
-    return (
-        f" Bounds of a masked and a dense network together were searched in {record['cases']:,} cases on "
-        f"{record['networks']:,} networks: {len(record['broken'])} were wrong, agreement was proven in "
-        f"{record['proven']:,} cases, and updates after which the networks differ were found in {record['differ']:,}."
-    )
-
-
-def _in_parts(record: dict[str, Any]) -> str:
-    if "bounds" not in record:
-        return " These were earlier bounds, without proofs in parts."
-    return (
-        f" {record['in_parts']:,} proofs were also divided into parts, of which {record['proven_in_parts_alone']:,} "
-        f"succeeded only so. The sources of these bounds have the digest {record['bounds'][:12]}."
-    )
-
-
-def export_networks() -> str:
-    """Exported files, compared with the masked networks."""
-    records = recorded("experiments/results/export.json")["networks"]
-    rows = [
-        [
-            EXPORTED[r["network"]],
-            *(f"{r[dtype]['difference']:.0e}" for dtype in ("float32", "float16")),
-            f"{r['eligible']} of {r['layers']}",
-            str(r["likely"]),
-            "yes" if r["polygraphy_agrees"] else "no",
-        ]
-        for r in records
-    ]
-    heads = ["file", "difference in float32", "in float16", "eligible", "likely", "Polygraphy agrees"]
-    note = prose(
-        f"Largest difference of the file in onnxruntime to `halve.apply`, relative to the largest output. "
-        f"{measured_on(records)} (`experiments/export.py`)."
-    )
-    return f"{table(heads, rows)}\n\n{note}"
-
-
-def export_photos() -> str:
-    """ResNet-50's files on photos."""
-    records = recorded("experiments/results/export.json")["photos"]
-    shown = [r for r in records if not r["run"].startswith("dense")]
-    rows = [[r["run"], f"{100 * r['agreement']:.1f}", f"{r['flips']}"] for r in shown]
-    heads = [
-        name_of(records[0]["network"]),
-        "agreement with dense float32, %",
-        "predictions that differ from 2:4 in float32",
-    ]
-    [quantized] = [r["quantization"] for r in records if "quantization" in r]
-    count, left = len(quantized["costs"]), quantized["costs"].keys() & set(quantized["left"])
-    note = prose(
-        f"{records[0]['data']}, {records[0]['size']} px; masks {mask_words(records[0]['mask'])}. Files run in "
-        f"onnxruntime on a CPU, which computes float16 in float32; PyTorch computes it in float16 on the GPU. int8 was "
-        f"calibrated on {quantized['images']} other photos, ranges by {quantized['method']}, "
-        f"{count - len(left)} of {count} layers quantised. {measured_on(records)}."
-    )
-    return f"{table(heads, rows)}\n\n{note}"
-
-
-def export_sums() -> str:
-    """What Q/DQ on residual sums costs."""
-    records = recorded("experiments/results/export.json")["sums"]
-    kinds = ("layers", "layers and sums")
-    rows = [
-        [
-            EXPORTED[r["network"]],
-            str(len(r["sums"])),
-            *(f"{100 * r['agreement'][kind]:.1f}" for kind in kinds),
-            *(f"{r['kl'][kind]:.4f}" for kind in kinds),
-        ]
-        for r in records
-    ]
-    heads = [
-        "int8",
-        "residual sums",
-        "agreement, layers alone, %",
-        "with sums, %",
-        "mean KL, layers alone",
-        "with sums",
-    ]
-    data = ", ".join(f"{EXPORTED[r['network']]} on {r['data']}" for r in records)
-    note = prose(
-        f"Compared with the same masked network in float32: {data}. ResNet-50 has its checkpoint's weights and learned "
-        f"masks. The others have random weights, masks by magnitude, and heads that were fitted to 20 classes: their "
-        f"scores are close together, so that predictions change easily, and outliers, as trained transformers have "
-        f"them, are missing. {measured_on(records)} (`experiments/export.py --sums`)."
-    )
-    return f"{table(heads, rows)}\n\n{note}"
-
-
-def export_brief() -> str:
-    """What the README says about exported files."""
-    found = recorded("experiments/results/export.json")
-    photos = {r["run"]: r for r in found["photos"]}
-    agreement = {
-        dtype: f"{100 * photos[f'2:4, file in {dtype}']['agreement']:.1f} %" for dtype in ("float32", "float16", "int8")
-    }
-    largest = max(r["float32"]["difference"] for r in found["networks"])
-    data = photos["2:4, file in int8"]["data"]
-    learned = photos["2:4, file in int8"]["mask"]["method"] == "learn"
-    return prose(
-        f"{name_of(found['photos'][0]['network'])} with {'learned' if learned else 'one-shot'} masks keeps "
-        f"{agreement['float32']} of the dense predictions as a float32 file, {agreement['float16']} in float16 and "
-        f"{agreement['int8']} in int8, on {data}. "
-        f"{len(found['networks'])} networks, from ResNet-18 to RetinaNet, differ from `halve.apply` by at most "
-        f"{largest:.0e} of the largest output in float32."
-    )
-
-
-def mask_words(mask: dict[str, Any]) -> str:
-    """How masks were made.
-
-    >>> mask_words({"method": "learn", "steps_done": 2100, "seed": 0, "sha256": "0123456789abcdef"})
-    'learned in 2,100 steps with seed 0 (sha256 0123456789ab)'
-    """
-    words = ["learned" if mask["method"] == "learn" else "made in one shot"]
-    if not {"steps_done", "seed"} & mask.keys():
-        words.append("(steps and seed were not recorded)")
-    if "steps_done" in mask:
-        words.append(f"in {mask['steps_done']:,} steps")
-    if "seed" in mask:
-        words.append(f"with seed {mask['seed']}")
-    if "sha256" in mask:
-        words.append(f"(sha256 {mask['sha256'][:12]})")
-    return " ".join(words)
-
-
-EXPORTED = {
-    "resnet18": "ResNet-18",
-    "resnet50_v1": "ResNet-50",
-    "convnext_tiny": "ConvNeXt-T",
-    "swin_t": "Swin-T",
-    "mobilenet_v3_large": "MobileNetV3-L",
-    "efficientnet_b0": "EfficientNet-B0",
-    "deeplabv3_resnet50": "DeepLabV3, ResNet-50",
-    "retinanet_resnet50_fpn_v2": "RetinaNet, up to its heads",
-    "ssdlite320_mobilenet_v3_large": "SSDlite, up to its heads",
-}
 
 
 def resnet50_learned() -> str:
@@ -648,9 +424,11 @@ TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
         ("README.md", "speed_brief", gpu_speed.speed_brief),
         ("README.md", "cpu_brief", cpu_brief),
         ("README.md", "speed_limit", gpu_speed.speed_limit),
-        ("README.md", "export_brief", export_brief),
+        ("README.md", "export_brief", export_tables.export_brief),
         ("docs/results/accuracy.md", "accuracy", accuracy),
         ("docs/results/accuracy.md", "runs", runs),
+        ("docs/results/accuracy.md", "accuracy_cpu", accuracy_cpu),
+        ("docs/results/accuracy.md", "budgets", budget_results.budgets),
         ("docs/results/accuracy.md", "one_shot", one_shot),
         ("docs/results/accuracy.md", "learn_gpu", learn_gpu),
         ("docs/results/speed.md", "gpu_summary", gpu_speed.gpu_summary),
@@ -672,15 +450,15 @@ TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
         ("docs/results/tasks.md", "segmentation", tasks.segmentation),
         ("docs/results/tasks.md", "faces", tasks.faces),
         ("docs/tutorials/faces.md", "faces_tutorial", tasks.faces_table),
-        ("docs/how/certificates.md", "certify_flips", certify_flips),
-        ("docs/how/certificates.md", "certify_agreement", certify_agreement),
-        ("docs/how/certificates.md", "certify_proofs", certify_proofs),
-        ("docs/how/certificates.md", "certify_lemmas", certify_lemmas),
-        ("docs/how/certificates.md", "certify_soundness", certify_soundness),
+        ("docs/how/certificates.md", "certify_flips", certificate_tables.certify_flips),
+        ("docs/how/certificates.md", "certify_agreement", certificate_tables.certify_agreement),
+        ("docs/how/certificates.md", "certify_proofs", certificate_tables.certify_proofs),
+        ("docs/how/certificates.md", "certify_lemmas", certificate_tables.certify_lemmas),
+        ("docs/how/certificates.md", "certify_soundness", certificate_tables.certify_soundness),
         ("docs/figures/certificates.svg", "certified_figure", certified_figure),
-        ("docs/how/export.md", "export_networks", export_networks),
-        ("docs/how/export.md", "export_photos", export_photos),
-        ("docs/how/export.md", "export_sums", export_sums),
+        ("docs/how/export.md", "export_networks", export_tables.export_networks),
+        ("docs/how/export.md", "export_photos", export_tables.export_photos),
+        ("docs/how/export.md", "export_sums", export_tables.export_sums),
         ("docs/tutorials/resnet50.md", "resnet50_learned", resnet50_learned),
         ("docs/tutorials/resnet50.md", "resnet50_accuracy", resnet50_accuracy),
         ("docs/tutorials/resnet50.md", "resnet50_speed", gpu_speed.resnet50_speed),
@@ -701,6 +479,7 @@ TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
             (f"docs/figures/open-{study.replace('_', '-')}.svg", f"open_{study}_figure", made)
             for study, made in open_results.FIGURES.items()
         ),
+        *((f"docs/figures/{name}.svg", name, made) for name, made in budget_results.figures().items()),
         ("docs/figures/speed.svg", "speed_bars", speed_bars),
         ("docs/figures/cpu.svg", "cpu_bars", cpu_bars),
     ]

@@ -282,3 +282,137 @@ def test_a_gain_is_divided_into_kernels_and_sparsity(speed):
     assert "| ResNet-18 | 1.10x, 1 of 2 |" in told
     assert "no sparse layer on Swin-T (batch 8)" in told
     assert "| 8 | 2 | 3.00x (3.00) | 2.00x (2.00) |" in speed.conv3x3_planned()
+
+
+def test_a_dtype_in_which_only_peers_were_measured_is_not_compared(experiment, monkeypatch):
+    about = {"photos": 1000, "hardware": "GPU", "versions": {"torch": "2"}, "date": "today"}
+    flips = {
+        ("torch, BatchNorm folded", "float16"): 4,
+        ("halve", "float16"): 5,
+        ("torch, BatchNorm folded", "bfloat16"): 30,
+    }
+    found = [about | {"system": system, "dtype": dtype, "flips": count} for (system, dtype), count in flips.items()]
+    tables = experiment("tables")
+    monkeypatch.setattr(tables, "recorded", {"benchmarks/results/photos.json": found}.__getitem__)
+    said = " ".join(tables.photos().split())
+    assert "| PyTorch, BatchNorm folded first | 4 | 30 |" in said
+    assert said.endswith("halve against PyTorch with BatchNorm folded: +1 in float16 (two standard errors: 6).")
+
+
+def test_runs_of_which_no_image_agrees_have_no_row(experiment, monkeypatch):
+    tables = experiment("certificate_tables")
+    found = [
+        {"run": "digits_region_2", "network": "digits", "statement": "region", "n": 0, "disagree": 1},
+        {"run": "digits_lemma_4", "network": "digits", "statement": "lemma 4", "n": 0},
+        {"run": "digits_agreement", "network": "digits", "statement": "agreement", "n": 0, "differ": 0},
+        {"run": "digits_agreement_0.001", "network": "digits", "statement": "joint agreement", "n": 0},
+    ]
+    monkeypatch.setattr(tables, "recorded", {"experiments/results/certify.json": found}.__getitem__)
+    assert tables.certify_agreement() == "The networks agreed on none of the digits that were attacked."
+    for made in (tables.certify_proofs, tables.certify_lemmas):
+        assert len(made().splitlines()) == 2
+
+
+def accuracy_of(seed, value, method="halve", **more):
+    settings = {"minutes": 5.0, "steps_done": 1440 + seed}
+    about = {"network": "cifar_resnet20", "data": "CIFAR-10 test", "metric": "top1", "hardware": "a machine"}
+    about |= {"settings": settings, "versions": {"torch": "2"}, "date": "today"}
+    return about | {"method": method, "seed": None if method == "dense" else seed, "value": value} | more
+
+
+@pytest.fixture
+def accuracies(experiment, tmp_path, monkeypatch):
+    """A file of accuracies, measured on a GPU; `records.recorded` reads it."""
+    experiment("tables")  # modules that take `recorded` from there take the true one
+    path, records = tmp_path / "accuracy.json", experiment("records")
+    experiment("accuracy").write(path, [accuracy_of(0, 0.9, "dense"), accuracy_of(0, 0.8), accuracy_of(1, 0.82)])
+    monkeypatch.setattr(records, "recorded", lambda name: json.loads(path.read_text()))
+    return path
+
+
+def test_records_of_a_cpu_stand_beside_those_of_a_gpu(experiment, accuracies, tmp_path, monkeypatch):
+    records, accuracy, other = experiment("records"), experiment("accuracy"), tmp_path / "other.json"
+    before = json.loads(accuracies.read_text())
+    other.write_text(json.dumps([accuracy_of(0, 0.71), accuracy_of(1, 0.75)]))
+    monkeypatch.setattr("sys.argv", ["accuracy.py", "--merge", str(other), "--device", "cpu", "--out", str(accuracies)])
+    for _ in range(2):  # the second time, they replace themselves
+        accuracy.main()
+        after = json.loads(accuracies.read_text())
+        assert after[:3] == before
+        assert [(r["device"], r["value"]) for r in after[3:]] == [("cpu", 0.71), ("cpu", 0.75)]
+    row = ("cifar_resnet20", "CIFAR-10 test", "top1")
+    assert records.percents(row, "halve") == [80.0, 82.0]
+    assert records.percents(row, "halve", "cpu") == [71.0, 75.0]
+    assert len(records.learned()) == 2
+    accuracy.write(accuracies, [accuracy_of(0, 0.85, device="cuda")])  # replaces a record that does not name its device
+    assert sorted(records.percents(row, "halve")) == [82.0, 85.0]
+
+
+def test_the_table_of_a_cpu_appears_with_its_records(experiment, accuracies):
+    accuracy, tables = experiment("accuracy"), experiment("tables")
+    gpu = tables.accuracy()
+    assert tables.accuracy_cpu() == ""
+    accuracy.write(accuracies, [accuracy_of(seed, value, device="cpu") for seed, value in ((0, 0.71), (1, 0.75))])
+    [shown] = tables.accuracy_cpu().splitlines()[2:]
+    what = "| ResNet-20, CIFAR-10 test | 5 | 1,440 to 1,441 | 73.00 (71.00 to 75.00) | 90.00 |"
+    assert shown == f"{what} a machine, torch 2, today |"
+    assert tables.accuracy() == gpu
+
+
+def test_what_is_run_needs_assets_and_a_network(experiment, monkeypatch, capsys):
+    monkeypatch.setattr("sys.argv", ["accuracy.py", "--device", "cpu"])
+    with pytest.raises(SystemExit):
+        experiment("accuracy").main()
+    assert "ASSETS and --network are required" in capsys.readouterr().err
+
+
+def budget(images, method, agreement, device="cpu", **more):
+    about = {"network": "cifar_resnet20", "device": device, "images": images, "seed": 0, "method": method}
+    about |= {"agreement_cifar10/train": agreement, "kl_cifar10/train": 0.1, "hardware": f"a {device}"}
+    return about | {"versions": {"torch": "2"}, "date": "today"} | more
+
+
+def of_budgets(device):
+    found = [budget(n, method, 0.7 + n / 1e6, device) for n in (100, 45_000) for method in ("magnitude", "reconstruct")]
+    for images, minutes, agreement in ((45_000, 0.5, 0.9), (45_000, 2.0, 0.95), (100, 2.0, 0.8)):
+        found.append(budget(images, "halve", agreement, device, minutes=minutes, steps_done=int(1000 * minutes)))
+    return found
+
+
+@pytest.fixture
+def budgets(experiment, monkeypatch):
+    """experiments/budget_results.py, and a list of records that it shows."""
+    module, shown = experiment("budget_results"), []
+    monkeypatch.setattr(module, "recorded_if_any", {"experiments/results/budgets.json": shown}.__getitem__)
+    return module, shown
+
+
+def test_budgets_have_a_section_and_a_figure_for_each_device_that_was_measured(budgets):
+    module, shown = budgets
+    assert (module.budgets(), module.figures()) == ("", {})
+    shown += of_budgets("cpu")
+    text = module.budgets()
+    assert text.startswith("## Few images, few minutes\n")
+    assert "| 100 | 2 | 2,000 | 80.0 | 70.0 |  | 70.0 |\n| 45,000 | 0.5 | 500 | 90.0 | 74.5 |  | 74.5 |" in text
+    assert "ResNet-20 on a CPU (a cpu, torch 2, today; `experiments/budgets.py`)." in text
+    shown += of_budgets("cuda")
+    assert list(module.figures()) == ["budgets-cifar-resnet20-cpu", "budgets-cifar-resnet20-cuda"]
+    for name in module.figures():
+        assert f"(../figures/{name}.svg)" in module.budgets()
+
+
+def test_the_figure_of_budgets_has_curves_over_minutes_and_images(budgets):
+    module, shown = budgets
+    shown += of_budgets("cpu")
+    drawn = module.figures()["budgets-cifar-resnet20-cpu"]()
+    for words in ("45,000 images", "2 minutes", "minutes", "images", "0.5", "reconstruct", "a cpu, torch 2, today"):
+        assert f">{words}</text>" in drawn
+    assert drawn.count("<path") == 4  # learned and in one shot, twice
+    shown[:] = [record for record in shown if record["images"] == 45_000]
+    assert module.figures()["budgets-cifar-resnet20-cpu"]().count("<path") == 2  # no curve over images yet
+
+
+def test_seeds_of_a_budget_are_shown_with_their_range(budgets):
+    module, shown = budgets
+    shown += [budget(100, "halve", share, minutes=2.0, steps_done=10) for share in (0.8, 0.9)]
+    assert "| 100 | 2 | 10 | 85.0 (80.0 to 90.0) |" in module.budgets()

@@ -1,0 +1,86 @@
+"""Flips over all test images, and the masks of the last stage of ResNet-50 that they are counted for."""
+
+import itertools
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from certify_statements import Statement
+from certify_subjects import CHECKPOINTS, PREPROCESSING, TESTS
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import halve
+from halve.sources.data import load_data
+from halve.sources.models import load_model
+
+LAST_STAGE = {
+    "magnitude": "magnitude in the last stage, recalibrated on other photos (tiny200_train)",
+    "learned": "last stage: learned from other photos, 40 minutes on one core",
+}
+
+
+@dataclass(frozen=True)
+class Flips(Statement):
+    """How many predictions the masks change: all test images are counted at once.
+
+    Args:
+        last_stage: How the last stage alone is masked. Default: with the masks of the subject.
+    """
+
+    name, unit = "flips", None
+
+    method: str = "exact binomial"
+    last_stage: Literal["magnitude", "learned"] | None = None
+
+    @property
+    def mask(self) -> str:
+        return LAST_STAGE[self.last_stage] if self.last_stage else super().mask
+
+    def count(self, run: str, assets: Path, folder: Path) -> tuple[halve.MaskSet, dict[str, Any]]:
+        """The masks, and the flips over images of which none was seen when the masks were made."""
+        checkpoint = assets / f"{CHECKPOINTS[self.network]}.safetensors"
+        model = load_model(f"{assets / 'zoo.py'}:{self.network}", checkpoint).model.float().eval()
+        file = folder / f"{run if self.last_stage else self.network}.masks.safetensors"
+        if self.last_stage and not file.exists():
+            last_stage_masks(model, assets, self.last_stage == "learned").save(file)
+        masks, data = halve.load(file), PREPROCESSING[self.network]
+        tests = [load_data(str(assets / test), data, batch_size=50).loader for test in TESTS[self.network]]
+        started = time.perf_counter()
+        found = halve.certify(model, masks, itertools.chain(*tests), confidence=0.999)
+        seconds = time.perf_counter() - started
+        keys = ("images", "same", "agreement", "share")
+        about = {"data": list(TESTS[self.network]), "masked_layers": len(masks), "sentence": str(found)}
+        return masks, {key: found.result[key] for key in keys} | about | {"seconds": seconds}
+
+
+class LastStage(nn.Module):
+    """The last stage of ResNet-50 and its head, under the names that they have in the network."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.layer4, self.avgpool, self.fc = model.layer4, model.avgpool, model.fc
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.avgpool(self.layer4(x)).flatten(1))  # type: ignore[no-any-return]
+
+
+def last_stage_masks(model: Any, assets: Path, learned: bool) -> halve.MaskSet:
+    """Masks of the last stage of ResNet-50, found on tiny200_train without the class that shares photos with a test."""
+    limit = 4096 if learned else 576
+    preprocessing, batch = PREPROCESSING["resnet50_v1"], 64
+    data = load_data(str(assets / "tiny200_train"), preprocessing, batch_size=batch, limit=limit, shuffle=True)
+    counted = {folder.name for folder in (assets / "in20_train").iterdir()}
+    other = torch.tensor([one not in counted for one in data.class_names])
+    images = (batch[other[labels]] for batch, labels in data.loader)
+    if not learned:
+        return halve.recalibrate(model, halve.prune(model, include=["layer4.*"]), list(images))
+    trunk = nn.Sequential(*list(model.children())[:-3])  # it is not masked: run once
+    with torch.no_grad():
+        inputs = torch.cat([trunk(some) for some in images])
+    loader = DataLoader(TensorDataset(inputs), batch_size=batch, shuffle=True, drop_last=True)
+    masks = halve.learn(LastStage(model).eval(), loader, minutes=40, augment=False, permute=False)
+    print(masks.recipe["quality"], flush=True)
+    return masks
