@@ -178,14 +178,53 @@ def test_of_kernels_that_are_faster_one_by_one_but_not_together_the_best_one_is_
     assert found == [FAST, FAST, OTHER]
 
 
+def decide_on_a_gpu(monkeypatch, timed):
+    """Decide as on a GPU, with these times of layers."""
+    monkeypatch.setattr(plan, "_candidates", lambda *arguments: [FALLBACK, FAST])
+    monkeypatch.setattr(plan, "time_layers", lambda *arguments: timed)
+    return decide([one.layer for one in timed], lambda: None, TimingCache(None), GPU)
+
+
+def test_on_a_gpu_the_kernels_with_which_the_network_is_faster_are_used(monkeypatch):
+    timed, asked = in_network(monkeypatch, lambda used: 10.0 - used.count(FAST) - 2 * used[:2].count(OTHER))
+    entries = decide_on_a_gpu(monkeypatch, timed)
+    assert [len(calls) for calls in asked] == [2, 3, 3]  # dense or not, one by one, together
+    assert [one.layer.kernels for one in timed] == [{2: OTHER}, {2: OTHER}, {2: FAST}]
+    assert [entry.kernel for entry in entries] == [str(OTHER), str(OTHER), str(FAST)]
+    assert [entry.reason for entry in entries] == ["the network is faster with this kernel"] * 2 + ["fastest"]
+
+
+def test_packed_tensors_of_other_input_sizes_stay_in_place(monkeypatch):
+    timed, asked = in_network(monkeypatch, lambda used: 10.0 - used.count(FAST) - 2 * used[:2].count(OTHER))
+    for one in timed:
+        one.layer.use({1: SPARSE})
+    kept = [one.layer.packed(SPARSE.family) for one in timed]
+    decide_on_a_gpu(monkeypatch, timed)
+    assert len(asked) == 3
+    assert [one.layer.kernels for one in timed] == [{1: SPARSE, 2: OTHER}, {1: SPARSE, 2: OTHER}, {1: SPARSE, 2: FAST}]
+    for one, tensors in zip(timed, kept, strict=True):
+        assert one.layer.held == ["mma_sp", "mma"]
+        assert all(one.layer.packed(SPARSE.family)[name] is tensor for name, tensor in tensors.items())
+
+
 def test_trials_that_do_not_fit_into_memory_leave_the_plan_as_it_is(monkeypatch):
-    timed, _ = in_network(monkeypatch, lambda used: 10.0)
+    timed, _ = in_network(monkeypatch, lambda used: 10.0 - used.count(FAST))
+    for one in timed:
+        one.layer.use({1: SPARSE})
+    times = plan.measure
 
     def full(calls, device):
-        raise torch.OutOfMemoryError("full")
+        found = times(calls, device)
+        if "chosen" in calls:
+            raise torch.OutOfMemoryError("full")
+        return found
 
     monkeypatch.setattr(plan, "measure", full)
     assert plan._in_context([FAST] * 3, timed, lambda: None, TimingCache(None), GPU, None) == [FAST] * 3
+    assert all(one.layer.kernels == {1: SPARSE} for one in timed)
+    decide_on_a_gpu(monkeypatch, timed)
+    assert all(one.layer.kernels == {1: SPARSE, 2: FAST} for one in timed)
+    assert all(one.layer.held == ["mma_sp", "mma"] for one in timed)
 
 
 def test_what_is_hardly_faster_in_the_network_is_not_taken(monkeypatch):

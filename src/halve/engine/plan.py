@@ -235,7 +235,6 @@ def decide(
     """
     if not any(len(_candidates(layer, device, sparse)) > 1 for layer in layers):
         return []
-    before = {id(layer): dict(layer.kernels) for layer in layers}
     timed = time_layers(layers, run, cache, device, sparse, progress)
     if not timed:
         return []
@@ -250,7 +249,7 @@ def decide(
     if device.type == "cuda":
         chosen = _in_context(chosen, timed, run, cache, device, key)
     for layer, kernel in zip(timed, chosen, strict=True):
-        layer.layer.use({**before[id(layer.layer)], layer.size: kernel})
+        layer.layer.use({**layer.layer.kernels, layer.size: kernel})
     return [
         layer.entry(kernel, _reason(layer, kernel, best, kernel != first))
         for layer, kernel, first in zip(timed, chosen, candidates[best], strict=True)
@@ -271,13 +270,14 @@ def _network_times(
     device: torch.device,
     key: str | None,
 ) -> dict[str, float]:
-    """Milliseconds of the network with each combination of kernels, measured or from the cache."""
+    """Milliseconds of the network with each combination of kernels, measured or from the cache.
+
+    Layers hold the packed tensors of all these kernels afterwards, and still those that other input sizes use.
+    """
     ids = {name: jit.digest(*map(kernel_id, kernels)) for name, kernels in candidates.items()}
     known = None if key is None else cache.get(key, ids.values())
     if known is not None:
         return {name: known[described] for name, described in ids.items()}
-    for layer, kernels in zip(timed, zip(*candidates.values(), strict=True), strict=True):
-        layer.layer.hold([*layer.layer.kernels.values(), *kernels])
 
     def on(kernels: list[Kernel]) -> Callable[[], object]:
         def call() -> object:
@@ -287,7 +287,14 @@ def _network_times(
 
         return call
 
-    times = measure({name: on(kernels) for name, kernels in candidates.items()}, device)
+    before = [layer.layer.kernels for layer in timed]
+    try:
+        for layer, kernels in zip(timed, zip(*candidates.values(), strict=True), strict=True):
+            layer.layer.hold([*layer.layer.kernels.values(), *kernels])
+        times = measure({name: on(kernels) for name, kernels in candidates.items()}, device)
+    finally:  # recordings of other input sizes read the packed tensors that these kernels need
+        for layer, used in zip(timed, before, strict=True):
+            layer.layer.kernels = used
     if key is not None:
         cache.put(key, {described: times[name] for name, described in ids.items()})
         cache.save()
