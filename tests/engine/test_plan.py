@@ -207,7 +207,8 @@ def test_packed_tensors_of_other_input_sizes_stay_in_place(monkeypatch):
         assert all(one.layer.packed(SPARSE.family)[name] is tensor for name, tensor in tensors.items())
 
 
-def test_trials_that_do_not_fit_into_memory_leave_the_plan_as_it_is(monkeypatch):
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("full"), RuntimeError("CUBLAS_STATUS_ALLOC_FAILED")])
+def test_trials_that_do_not_fit_into_memory_leave_the_plan_as_it_is(monkeypatch, error):
     timed, _ = in_network(monkeypatch, lambda used: 10.0 - used.count(FAST))
     for one in timed:
         one.layer.use({1: SPARSE})
@@ -216,7 +217,7 @@ def test_trials_that_do_not_fit_into_memory_leave_the_plan_as_it_is(monkeypatch)
     def full(calls, device):
         found = times(calls, device)
         if "chosen" in calls:
-            raise torch.OutOfMemoryError("full")
+            raise error
         return found
 
     monkeypatch.setattr(plan, "measure", full)
@@ -225,6 +226,18 @@ def test_trials_that_do_not_fit_into_memory_leave_the_plan_as_it_is(monkeypatch)
     decide_on_a_gpu(monkeypatch, timed)
     assert all(one.layer.kernels == {1: SPARSE, 2: FAST} for one in timed)
     assert all(one.layer.held == ["mma_sp", "mma"] for one in timed)
+
+
+def test_trials_that_fail_for_another_reason_fail(monkeypatch):
+    timed, _ = in_network(monkeypatch, lambda used: 10.0)
+
+    def broken(calls, device):
+        raise RuntimeError("illegal memory access")
+
+    monkeypatch.setattr(plan, "measure", broken)
+    with pytest.raises(RuntimeError, match="illegal memory access"):
+        plan._in_context([FAST] * 3, timed, lambda: None, TimingCache(None), GPU, None)
+    assert all(one.layer.kernels == {} for one in timed)
 
 
 def test_what_is_hardly_faster_in_the_network_is_not_taken(monkeypatch):

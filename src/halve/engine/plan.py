@@ -17,7 +17,7 @@ from halve.engine.kernels.cuda import jit
 from halve.engine.kernels.kernel import Kernel, KernelFamily, Layout
 from halve.engine.kernels.registry import FALLBACK, family_of
 from halve.engine.layer import Layer
-from halve.engine.timing import measure
+from halve.engine.timing import measure, ran_out_of_memory
 from halve.engine.timing_cache import TimingCache, kernel_id, layer_key
 from halve.engine.turns import turn
 from halve.errors import EngineError
@@ -329,8 +329,10 @@ def _in_context(
             together = [new if new != old else now for new, old, now in changes]
         last = {_CHOSEN: chosen, "the fastest one": trials[faster[0]], "together": together}
         times = _network_times(last, timed, run, cache, device, key and f"{key} together")
-    except torch.OutOfMemoryError:  # many networks are recorded at once, and there is a plan already
-        return chosen
+    except RuntimeError as error:
+        if not ran_out_of_memory(error):
+            raise
+        return chosen  # many networks are recorded at once, and there is a plan already
     return last[min(last, key=times.__getitem__)]
 
 
@@ -482,7 +484,7 @@ def _measured(layer: Layer, inputs: list[Tensor], kernels: list[Kernel], device:
             with turn(device) if family_of(kernel).library else nullcontext():
                 got = layer.run(given, kernel)
         except (RuntimeError, ValueError) as error:
-            if isinstance(error, EngineError | torch.OutOfMemoryError) or "ALLOC" in str(error):
+            if isinstance(error, EngineError) or ran_out_of_memory(error):
                 retry_later.add(kernel)
             continue
         if relative_error(results(got), expected) <= tolerance:
