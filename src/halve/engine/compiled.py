@@ -306,8 +306,7 @@ class Compiled(nn.Module):
         if found:
             self.plan.joins[size] = [join.planned for join in found]
         lost = f"{len(wanted) - len(found)} of {len(wanted)} not used at batch size {size}: no kernel here"
-        before = self.plan.uncompiled.get(JOINS)
-        self.plan.uncompiled[JOINS] = lost if before is None else f"{before}; {lost}"
+        self._note(JOINS, lost)
         warn(f"slower than planned: {JOINS}: {lost}. Compile the model here to plan again", EngineWarning)
 
     def _layer_sizes(self, inputs: tuple[Tensor, ...]) -> dict[Layer, int]:
@@ -406,10 +405,17 @@ class Compiled(nn.Module):
             dropped = self._recordings.record(self._run, inputs, weights)
             if dropped:
                 sizes = ", ".join(str(shapes[0][0]) for shapes in dropped)
-                self.plan.uncompiled[CUDA_GRAPH] = f"dropped for batch size {sizes}: at most {MAX_RECORDINGS} are kept"
+                self._note(CUDA_GRAPH, f"dropped for batch size {sizes}: at most {MAX_RECORDINGS} are kept")
         except RuntimeError as error:  # the network may do something that cannot be recorded
-            self.plan.uncompiled.setdefault(CUDA_GRAPH, f"not recorded: {first_line(error)}")
+            self._note(CUDA_GRAPH, f"not recorded for batch size {len(inputs[0])}: {first_line(error)}")
             torch.cuda.synchronize()
+
+    def _note(self, name: str, reason: str) -> None:
+        """Add a reason to those in `Plan.uncompiled`. A new dict, as other threads may print or copy the plan."""
+        before = self.plan.uncompiled.get(name)
+        if before is None or f"; {reason};" not in f"; {before};":
+            after = reason if before is None else f"{before}; {reason}"
+            self.plan.uncompiled = {**self.plan.uncompiled, name: after}
 
     def train(self, mode: bool = True) -> "Compiled":
         """Do nothing: compiled networks are for inference only."""
