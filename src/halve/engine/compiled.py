@@ -250,7 +250,8 @@ class Compiled(nn.Module):
             elif self._has_form(size) and shapes_of(inputs) not in self._bodies:
                 self._choose_form(size, inputs, planned=True)
             if self.device.type == "cuda" and self._takes_lists:
-                self.plan.uncompiled[CUDA_GRAPH] = "not recorded: lists of images may have any sizes"
+                reason = "not recorded: lists of images may have any sizes"
+                self.plan.uncompiled = {**self.plan.uncompiled, CUDA_GRAPH: reason}
             elif self.device.type == "cuda":
                 self._record(inputs)
             elif self.device.type == "cpu":
@@ -299,12 +300,12 @@ class Compiled(nn.Module):
 
     def _lose_joins(self, size: int, found: Sequence[Join], kernels: Mapping[Layer, Kernel]) -> None:
         """Correct the plan if it has joins that this network or device cannot have: their layers run separately."""
-        wanted = self.plan.joins.pop(size)
-        if size in self.plan.batches:
+        wanted = self.plan.joins[size]
+        if size in self.plan.batches:  # new dicts, as other threads may print or copy the plan
             entries = separated_entries(self.plan.batches[size], wanted, kernels)
-            self.plan.batches[size] = joined_entries(entries, found)
-        if found:
-            self.plan.joins[size] = [join.planned for join in found]
+            self.plan.batches = {**self.plan.batches, size: joined_entries(entries, found)}
+        others = {other: joins for other, joins in self.plan.joins.items() if other != size}
+        self.plan.joins = {**others, size: [join.planned for join in found]} if found else others
         lost = f"{len(wanted) - len(found)} of {len(wanted)} not used at batch size {size}: no kernel here"
         self._note(JOINS, lost)
         warn(f"slower than planned: {JOINS}: {lost}. Compile the model here to plan again", EngineWarning)
@@ -351,10 +352,11 @@ class Compiled(nn.Module):
         if not self.inductor or (planned and size not in self.plan.inductor):
             return None
         if (reason := unavailable(self.device)) is not None:
-            self.plan.uncompiled[INDUCTOR] = f"not used: {reason}"
+            self.plan.uncompiled = {**self.plan.uncompiled, INDUCTOR: f"not used: {reason}"}
             return None
         if (spent := self._compiling_seconds) > MAX_SECONDS and not planned:
-            self.plan.uncompiled[INDUCTOR] = f"not tried at batch size {size}, after compiling for {spent:.0f} s"
+            reason = f"not tried at batch size {size}, after compiling for {spent:.0f} s"
+            self.plan.uncompiled = {**self.plan.uncompiled, INDUCTOR: reason}
             return None
         given = self._given(inputs)
         if planned:
@@ -367,7 +369,7 @@ class Compiled(nn.Module):
         self._compiling_seconds += choice.seconds
         if choice.failed is not None:
             what = "not used" if choice.run is None else "not used with sparse layers"
-            self.plan.uncompiled[INDUCTOR] = f"{what}: {choice.failed}"
+            self.plan.uncompiled = {**self.plan.uncompiled, INDUCTOR: f"{what}: {choice.failed}"}
         return choice
 
     def _layer_time(self, entries: Sequence[Entry], joins: Sequence[Join]) -> LayerTime | None:
