@@ -9,7 +9,7 @@ from halve.engine import inductor
 from halve.engine.chains import Chained, joined
 from halve.engine.fuse import fuse
 from halve.engine.layer import Layer
-from halve.engine.plan import visit
+from halve.engine.visit import visit
 from halve.graph import capture
 
 pytestmark = pytest.mark.cpu_kernels

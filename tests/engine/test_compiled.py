@@ -9,11 +9,11 @@ from torch import nn
 
 import halve
 from halve.engine import compiled as of_compiled
-from halve.engine import plan
 from halve.engine.kernels.kernel import KernelFamily
 from halve.engine.kernels.registry import FAMILIES
 from halve.errors import DataError, EngineError, EngineWarning, OptionError
 from tests.engine.nets import Net, compiled, sparsely
+from tests.engine.timers import use_timer
 from tests.tiny import convnet, images
 
 
@@ -142,7 +142,7 @@ def everywhere(monkeypatch, tmp_path):
             raise torch.OutOfMemoryError("no memory left")
         return {name: -float(number) for number, name in enumerate(calls)}
 
-    monkeypatch.setattr(plan, "measure", made_up)
+    use_timer(monkeypatch, made_up)
     return state
 
 

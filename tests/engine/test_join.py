@@ -15,8 +15,8 @@ from halve.engine.kernels.registry import FALLBACK
 from halve.engine.kernels.wgmma_sp.chained import Chained
 from halve.engine.kernels.wgmma_sp.joined import JoinedSparse
 from halve.engine.layer import Layer
+from halve.engine.layer_times import time_layer
 from halve.engine.operations import ChainedConvolution, Convolution
-from halve.engine.plan import time_layer
 from halve.engine.timing_cache import TimingCache
 from halve.errors import EngineError, EngineWarning
 from tests.random_masks import random

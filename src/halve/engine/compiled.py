@@ -16,7 +16,18 @@ from halve.batches import Images, Progress
 from halve.cuda_graphs import autotuned_cudnn
 from halve.engine.capture.guards import Guards
 from halve.engine.capture.partial import around_parts
-from halve.engine.inductor import MAX_SECONDS, Bodies, Choice, LayerTime, by_default, choose, compile_body, unavailable
+from halve.engine.decide import decide
+from halve.engine.inductor import (
+    MAX_SECONDS,
+    Bodies,
+    Choice,
+    LayerTime,
+    all_dense,
+    by_default,
+    choose,
+    compile_body,
+    unavailable,
+)
 from halve.engine.join import (
     Join,
     choose_joins,
@@ -31,12 +42,13 @@ from halve.engine.kernels.registry import FALLBACK, FAMILIES, family_of, no_spar
 from halve.engine.layer import Layer
 from halve.engine.lower import move_
 from halve.engine.operations import PooledConvolution
-from halve.engine.plan import Entry, Plan, all_dense, decide, visit
+from halve.engine.plan import Entry, Plan
 from halve.engine.recorded import CAPTURE_LOCK, MAX_RECORDINGS, Recordings, Shapes, shapes_of
 from halve.engine.saved import file
 from halve.engine.saved.file import SavedNetwork
 from halve.engine.shared_lock import SharedLock
 from halve.engine.timing_cache import TimingCache, network_key
+from halve.engine.visit import visit
 from halve.errors import EngineError, EngineWarning, OptionError, first_line, listed, warn
 from halve.process_state import preserved_process_state
 

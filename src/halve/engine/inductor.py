@@ -14,7 +14,7 @@ import sys
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -30,9 +30,10 @@ from halve.engine.kernels.cuda import jit
 from halve.engine.kernels.kernel import Kernel
 from halve.engine.kernels.registry import FALLBACK, family_of
 from halve.engine.layer import Layer
-from halve.engine.plan import visit
+from halve.engine.plan import Entry
 from halve.engine.timing import measure
 from halve.engine.timing_cache import TimingCache, kernel_id
+from halve.engine.visit import visit
 from halve.errors import EngineError, first_line
 from halve.outputs import relative_error
 
@@ -236,6 +237,12 @@ def choose(
         except EngineError as error:
             return Choice(kernels, failed=str(error))
     return Choice(candidates[best], runs[best], seconds, failed)
+
+
+def all_dense(entries: Sequence[Entry]) -> list[Entry]:
+    """The entries of a plan after the network turned out to be fastest with all layers dense, compiled by Inductor."""
+    reason = "the network is fastest dense, compiled by Inductor"
+    return [replace(e, kernel=str(FALLBACK), sparse=False, time_ms=None, reason=reason) for e in entries]
 
 
 def compile_body(

@@ -25,10 +25,12 @@ from torch.fx import GraphModule, Node
 from halve.engine.kernels.kernel import Kernel, Piece
 from halve.engine.kernels.registry import family_of, kernels_for
 from halve.engine.layer import Layer
+from halve.engine.layer_times import Jobs, compilations, compile_all, time_layer
 from halve.engine.operations import ChainedConvolution, Convolution, JoinedConvolution, Operation, split_results
-from halve.engine.plan import Entry, Jobs, PlannedJoin, compilations, compile_all, time_layer, visit
+from halve.engine.plan import Entry, PlannedJoin
 from halve.engine.timing import measure
 from halve.engine.timing_cache import TimingCache, kernel_id
+from halve.engine.visit import visit
 
 _AND = " + "  # between the names of joined layers
 _STRIDES = ((1, 1), (2, 2))  # of a shortcut
