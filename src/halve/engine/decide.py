@@ -79,10 +79,6 @@ def _network_times(
 
     Layers hold the packed tensors of all these kernels afterwards, and still those that other input sizes use.
     """
-    ids = {name: jit.digest(*map(kernel_id, kernels)) for name, kernels in candidates.items()}
-    known = None if key is None else cache.get(key, ids.values())
-    if known is not None:
-        return {name: known[described] for name, described in ids.items()}
 
     def on(kernels: list[Kernel]) -> Callable[[], object]:
         def call() -> object:
@@ -92,17 +88,19 @@ def _network_times(
 
         return call
 
-    before = [layer.layer.kernels for layer in timed]
-    try:
-        for layer, kernels in zip(timed, zip(*candidates.values(), strict=True), strict=True):
-            layer.layer.hold([*layer.layer.kernels.values(), *kernels])
-        times = measure({name: on(kernels) for name, kernels in candidates.items()}, device)
-    finally:  # recordings of other input sizes read the packed tensors that these kernels need
-        for layer, used in zip(timed, before, strict=True):
-            layer.layer.kernels = used
-    if key is not None:
-        cache.put(key, {described: times[name] for name, described in ids.items()})
-        cache.save()
+    def measured() -> dict[str, float]:
+        before = [layer.layer.kernels for layer in timed]
+        try:
+            for layer, kernels in zip(timed, zip(*candidates.values(), strict=True), strict=True):
+                layer.layer.hold([*layer.layer.kernels.values(), *kernels])
+            return measure({name: on(kernels) for name, kernels in candidates.items()}, device)
+        finally:  # recordings of other input sizes read the packed tensors that these kernels need
+            for layer, used in zip(timed, before, strict=True):
+                layer.layer.kernels = used
+
+    ids = {name: jit.digest(*map(kernel_id, kernels)) for name, kernels in candidates.items()}
+    times = cache.look_up(key, ids, measured)
+    cache.save()
     return times
 
 

@@ -203,7 +203,7 @@ def choose(
     device = inputs[0].device
     dense = dict.fromkeys(kernels, FALLBACK)
     candidates = {"inductor": kernels, "inductor dense": dense} if kernels != dense else {"inductor": kernels}
-    described = " ".join(map(kernel_id, kernels.values()))
+    described = jit.digest(*map(kernel_id, kernels.values()))
     ids = {f"{name} {described}": name for name in ("eager", *candidates)}
     known = None if key is None else cache.get(key, ids)
     seconds, runs, failed = 0.0, {}, None

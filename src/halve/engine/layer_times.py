@@ -162,16 +162,17 @@ def time_layer(
 ) -> LayerTimes:
     """Time the kernels of a layer on an input."""
     kernels = candidate_kernels(layer, device, sparse, inputs)
-    key = layer_key(layer, inputs)
-    ids = {kernel_id(kernel): kernel for kernel in kernels}
-    times = cache.get(key, ids) if len(kernels) > 1 else {}
-    if times is None:
+
+    def measured() -> dict[Kernel, float]:
         before = list(layer.kernels.values())
         layer.hold([*kernels, FALLBACK, *before])
-        times = {kernel_id(kernel): time for kernel, time in _measured(layer, inputs, kernels, device).items()}
+        times = _measured(layer, inputs, kernels, device)
         layer.hold([*before, FALLBACK])
-        cache.put(key, times)
-    correct = {ids[described]: time for described, time in times.items() if time != float("inf")}
+        return times
+
+    ids = {kernel: kernel_id(kernel) for kernel in kernels}
+    times = cache.look_up(layer_key(layer, inputs), ids, measured) if len(kernels) > 1 else {}
+    correct = {kernel: time for kernel, time in times.items() if time != float("inf")}
     size, shape = layer.operation.size(inputs[0]), layer.operation.describe(inputs[0])
     return LayerTimes(layer, int(size), shape, correct)
 
