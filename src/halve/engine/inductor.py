@@ -24,7 +24,7 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from halve.engine.chains import joined
+from halve.engine.chains import with_chains
 from halve.engine.kernels import op
 from halve.engine.kernels.cuda import jit
 from halve.engine.kernels.kernel import Kernel
@@ -265,7 +265,7 @@ def compile_body(
         shapes.setdefault(layer, tuple(given[0].shape))
 
     expected = visit(layers, partial(body, *inputs), note)
-    fixed = joined(body, kernels, shapes)
+    fixed = with_chains(body, kernels, shapes)
     fixed = GraphModule(fixed, copy.deepcopy(fixed.graph))  # its layers are replaced; a graph holds its module
     for name, layer in [*fixed.named_modules()]:
         if isinstance(layer, Layer):
