@@ -35,6 +35,11 @@ def sparse_layer(name="fc"):
     return Layer(name, Linear(4, 8), {"weight": weight})
 
 
+def two_convolutions():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(4, 8, 3), nn.Hardtanh(), nn.Conv2d(8, 8, 3), nn.Hardtanh()).eval()
+
+
 class Net(nn.Module):
     def __init__(self, how):
         super().__init__()

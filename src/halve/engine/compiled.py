@@ -14,20 +14,12 @@ from torch.fx import GraphModule
 
 from halve.batches import Images, Progress
 from halve.cuda_graphs import autotuned_cudnn
+from halve.engine.bodies import Bodies
 from halve.engine.capture.guards import Guards
 from halve.engine.capture.partial import around_parts
 from halve.engine.decide import decide
-from halve.engine.inductor import (
-    MAX_SECONDS,
-    Bodies,
-    Choice,
-    LayerTime,
-    all_dense,
-    by_default,
-    choose,
-    compile_body,
-    unavailable,
-)
+from halve.engine.inductor import by_default, compile_body, unavailable
+from halve.engine.inductor_choice import MAX_SECONDS, Choice, LayerTime, all_dense, choose
 from halve.engine.join import (
     Join,
     choose_joins,
