@@ -26,8 +26,8 @@ from halve.bench.records import versions
 from halve.engine.kernels.cuda.convolution import ConvolutionFamily
 from halve.engine.kernels.wgmma_sp.family import WgmmaDense, WgmmaSparse
 from halve.engine.kernels.wgmma_sp.tiling import TILES
+from halve.engine.layer_times import Jobs, compile_all
 from halve.engine.operations import Convolution
-from halve.engine.plan import Jobs, compile_all
 from halve.engine.timing import measure
 from halve.machine import device_name
 

@@ -21,8 +21,8 @@ from torch import Tensor
 from halve.bench.records import versions
 from halve.engine.kernels.depthwise.family import Depthwise
 from halve.engine.kernels.kernel import Piece
+from halve.engine.layer_times import Jobs, compile_all
 from halve.engine.operations import Convolution
-from halve.engine.plan import Jobs, compile_all
 from halve.engine.timing import measure
 from halve.machine import device_name
 

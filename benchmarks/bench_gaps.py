@@ -24,8 +24,8 @@ from torch import Tensor
 import halve
 from halve.engine.compiled import Compiled
 from halve.engine.layer import Layer
-from halve.engine.plan import visit
 from halve.engine.timing import measure
+from halve.engine.visit import visit
 
 Calls = dict[str, Callable[[], object]]
 

@@ -30,8 +30,9 @@ from halve.engine.fuse import fuse
 from halve.engine.join import KINDS, joined_compilations, with_kernels
 from halve.engine.kernels.cuda import driver, wgmma
 from halve.engine.layer import Layer
-from halve.engine.plan import Jobs, compilations, visit
+from halve.engine.layer_times import Jobs, compilations
 from halve.engine.timing_cache import TimingCache
+from halve.engine.visit import visit
 from halve.graph import capture
 
 GPU = torch.device("cuda", 0)

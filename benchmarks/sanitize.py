@@ -29,6 +29,7 @@ from torch import Tensor
 from halve.engine.kernels.cuda import driver, jit
 from halve.engine.kernels.kernel import Kernel, Piece
 from halve.engine.kernels.registry import FAMILIES, family_of
+from halve.engine.layer_times import Jobs, compile_all
 from halve.engine.operations import (
     ChainedConvolution,
     Convolution,
@@ -38,7 +39,6 @@ from halve.engine.operations import (
     Operation,
     PooledConvolution,
 )
-from halve.engine.plan import Jobs, compile_all
 from halve.outputs import relative_error
 
 GPU = torch.device("cuda", 0)

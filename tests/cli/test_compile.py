@@ -4,9 +4,10 @@ import torch
 import halve as package
 from halve.cli.compile import show_plan
 from halve.cli.show import formatted_bytes
-from halve.engine import compiled, plan
+from halve.engine import compiled
 from halve.engine.plan import Entry
 from halve.sources.models import load_model
+from tests.engine.timers import use_timer
 
 QUICK = ("--size", "16", "--out", "net.compiled.safetensors")
 
@@ -44,7 +45,7 @@ def test_json_has_the_file_and_the_plan(halve, net, masks, folder):
 @pytest.mark.cpu_kernels
 def test_the_size_of_the_machine_code_is_told(halve, net, masks, monkeypatch):
     sparse = {"cpu_sp": 0.0, "above": 1.0}
-    monkeypatch.setattr(plan, "measure", lambda calls, device: {one: sparse.get(one.split()[0], 2.0) for one in calls})
+    use_timer(monkeypatch, lambda calls, device: {one: sparse.get(one.split()[0], 2.0) for one in calls})
     monkeypatch.setattr(compiled, "unavailable", lambda device: "not tried here")
     given = ("compile", *net, "--masks", masks, *QUICK)
     told = halve(*given, "--json").json

@@ -8,6 +8,8 @@ from torch import nn
 import halve
 from halve.engine.kernels.kernel import Kernel
 from halve.engine.kernels.registry import FALLBACK
+from halve.engine.layer import Layer
+from halve.engine.operations import Linear
 from halve.errors import EngineWarning
 from tests.tiny import images
 
@@ -25,6 +27,17 @@ def sparsely(fast):
     for layer in fast.layers:
         layer.use({1: SPARSE if layer.is_2_4 else FALLBACK})
     return fast
+
+
+def sparse_layer(name="fc"):
+    weight = torch.randn(4, 8, generator=torch.Generator().manual_seed(0))
+    weight[:, ::2] = 0
+    return Layer(name, Linear(4, 8), {"weight": weight})
+
+
+def two_convolutions():
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(4, 8, 3), nn.Hardtanh(), nn.Conv2d(8, 8, 3), nn.Hardtanh()).eval()
 
 
 class Net(nn.Module):

@@ -1,4 +1,4 @@
-"""Neighbouring layers are joined into chains, and networks compute the same with them."""
+"""Neighbouring layers form chains, and networks compute the same with them."""
 
 import pytest
 import torch
@@ -6,10 +6,10 @@ from torch import nn
 
 import halve
 from halve.engine import inductor
-from halve.engine.chains import Chained, joined
+from halve.engine.chains import Chained, with_chains
 from halve.engine.fuse import fuse
 from halve.engine.layer import Layer
-from halve.engine.plan import visit
+from halve.engine.visit import visit
 from halve.graph import capture
 
 pytestmark = pytest.mark.cpu_kernels
@@ -39,7 +39,7 @@ def chained(net, x):
         layer.use({1: kernel})
     shapes = {}
     expected = visit(layers, lambda: body(x), lambda layer, given: shapes.setdefault(layer, tuple(given[0].shape)))
-    return joined(body, kernels, shapes), expected
+    return with_chains(body, kernels, shapes), expected
 
 
 def chains_of(module):
@@ -108,8 +108,8 @@ def test_a_layer_that_runs_twice_on_other_sizes():
 @torch.no_grad()
 def test_compiled_networks_run_chains(monkeypatch):
     made = []
-    original = inductor.joined
-    monkeypatch.setattr(inductor, "joined", lambda *args: made.append(original(*args)) or made[-1])
+    original = inductor.with_chains
+    monkeypatch.setattr(inductor, "with_chains", lambda *args: made.append(original(*args)) or made[-1])
     net = nn.Sequential(nn.Conv2d(3, 8, 3, padding=1), nn.ReLU(), Block(8), Block(8), nn.AdaptiveAvgPool2d(1)).eval()
     x = torch.randn(2, 3, 32, 32)
     masks = halve.prune(net)

@@ -8,13 +8,13 @@ import torch
 from torch import nn
 
 import halve
-from halve.engine import plan
 from halve.engine.kernels import kernel
 from halve.engine.kernels.cpu_sp import features
 from halve.engine.kernels.kernel import Kernel
 from halve.engine.kernels.registry import FALLBACK, FAMILIES, family_of
 from halve.errors import EngineWarning
 from tests.engine.kernels.cpu_sp.layers import in_child
+from tests.engine.timers import use_timer
 from tests.random_masks import random
 
 pytestmark = pytest.mark.cpu_kernels
@@ -69,7 +69,7 @@ def chosen(monkeypatch, tmp_path):
         order = ("cpu_sp", "cpu", "above", "dense")
         return {name: float(next(i for i, prefix in enumerate(order) if name.startswith(prefix))) for name in calls}
 
-    monkeypatch.setattr(plan, "measure", made_up)
+    use_timer(monkeypatch, made_up)
 
 
 def compiled(net, x, **options):
@@ -286,9 +286,7 @@ def test_a_forked_process(net):
 
 
 def test_a_slow_kernel_is_not_used(net, monkeypatch):
-    monkeypatch.setattr(
-        plan, "measure", lambda calls, device: {name: 1.0 if name.startswith("dense") else 2.0 for name in calls}
-    )
+    use_timer(monkeypatch, lambda calls, device: {one: 1.0 if one.startswith("dense") else 2.0 for one in calls})
     fast = compiled(net, random(2, 3, 40, 36))
     assert all(family_of(kernel).library for layer in fast.layers for kernel in layer.kernels.values())
     assert fast.reason is None

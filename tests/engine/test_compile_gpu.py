@@ -14,6 +14,7 @@ from halve.engine.kernels.cuda import driver
 from halve.engine.kernels.registry import FALLBACK
 from halve.engine.timing_cache import TimingCache
 from halve.errors import EngineError, EngineWarning
+from tests.engine.timers import use_timer
 
 pytestmark = [
     pytest.mark.gpu,
@@ -238,7 +239,7 @@ def test_nothing_is_timed_twice(made, monkeypatch):
     def refuse(*args, **kwargs):
         raise AssertionError("timed again")
 
-    monkeypatch.setattr("halve.engine.plan.measure", refuse)
+    use_timer(monkeypatch, refuse)
     halve.compile(model, masks, photos(2))
 
 

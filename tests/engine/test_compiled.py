@@ -9,11 +9,11 @@ from torch import nn
 
 import halve
 from halve.engine import compiled as of_compiled
-from halve.engine import plan
 from halve.engine.kernels.kernel import KernelFamily
 from halve.engine.kernels.registry import FAMILIES
 from halve.errors import DataError, EngineError, EngineWarning, OptionError
 from tests.engine.nets import Net, compiled, sparsely
+from tests.engine.timers import use_timer
 from tests.tiny import convnet, images
 
 
@@ -142,7 +142,7 @@ def everywhere(monkeypatch, tmp_path):
             raise torch.OutOfMemoryError("no memory left")
         return {name: -float(number) for number, name in enumerate(calls)}
 
-    monkeypatch.setattr(plan, "measure", made_up)
+    use_timer(monkeypatch, made_up)
     return state
 
 
@@ -225,3 +225,23 @@ def test_a_network_saved_where_it_ran_dense_can_be_moved_to_a_device_with_sparse
     assert "needs another device" in again.reason
     assert again.to("meta").reason is None
     assert again(images(2).to("meta")).shape == (2, 5)
+
+
+def test_every_batch_size_that_cannot_be_recorded_is_noted(monkeypatch):
+    fast = compiled(convnet())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+
+    def record(run, inputs, weights):
+        if len(inputs[0]) > 2:
+            raise RuntimeError("operation not permitted when stream is capturing\nmore about it")
+        return [((1, 3, 16, 16),)]
+
+    monkeypatch.setattr(fast._recordings, "record", record)
+    for size in (2, 3, 4, 3):
+        fast._record((images(size),))
+    failed = "RuntimeError: operation not permitted when stream is capturing"
+    assert fast.plan.uncompiled[of_compiled.CUDA_GRAPH].split("; ") == [
+        "dropped for batch size 1: at most 16 are kept",
+        f"not recorded for batch size 3: {failed}",
+        f"not recorded for batch size 4: {failed}",
+    ]

@@ -14,41 +14,17 @@ from torch import nn
 import halve
 from halve.engine import compiled, inductor
 from halve.engine.compiled import INDUCTOR
-from halve.engine.inductor import Bodies, CompiledBody, LayerTime, choose, compile_body
-from halve.engine.kernels.kernel import Kernel
-from halve.engine.plan import Entry
-from halve.engine.recorded import shapes_of
-from halve.engine.timing_cache import TimingCache
+from halve.engine.inductor import compile_body
 from halve.errors import EngineError
+from tests.engine.nets import two_convolutions
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 pytestmark = pytest.mark.filterwarnings("ignore")
-MMA_SP = Kernel("mma_sp", "64x64")
-
-
-def network():
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Conv2d(4, 8, 3), nn.Hardtanh(), nn.Conv2d(8, 8, 3), nn.Hardtanh()).eval()
-
-
-@pytest.fixture(scope="module")
-def made():
-    model, x = network(), torch.randn(2, 4, 8, 8)
-    fast = halve.compile(model, halve.prune(model), x)
-    return fast, x
-
-
-@pytest.fixture
-def planned(made):
-    """A copy in which one layer is on a kernel of ours, which runs its reference on a CPU."""
-    fast, x = copy.deepcopy(made[0]), made[1]
-    fast.layers[1].use({1: MMA_SP})
-    return fast, x, {layer: layer.kernel_for(1) for layer in fast.layers}
 
 
 @needs_compiler
-def test_our_kernels_stay_operators_and_outputs_are_the_same(planned):
-    fast, x, kernels = planned
+def test_our_kernels_stay_operators_and_outputs_are_the_same(planned_net):
+    fast, x, kernels = planned_net
     before = os.environ.get("TORCHINDUCTOR_CACHE_DIR")
     with torch.no_grad():
         run, seconds = compile_body(fast.body, kernels, (x,))
@@ -125,8 +101,8 @@ def test_wrong_outputs_are_refused_where_rounding_errors_say_nothing(model, x, w
 
 
 @needs_compiler
-def test_a_network_that_is_gone_leaves_no_weights_behind(planned):
-    fast, x, kernels = planned
+def test_a_network_that_is_gone_leaves_no_weights_behind(planned_net):
+    fast, x, kernels = planned_net
     before = inductor._generated_modules()
     with torch.no_grad():
         run, _ = compile_body(fast.body, kernels, (x,))
@@ -143,114 +119,12 @@ def test_a_network_that_is_gone_leaves_no_weights_behind(planned):
     assert packed() is None
 
 
-def test_the_fastest_form_is_chosen_and_remembered(planned, monkeypatch):
-    fast, x, kernels = planned
-    compiled = []
-
-    def compile_body(body, chosen, inputs):
-        compiled.append(set(chosen.values()))
-        return (lambda *inputs: body(*inputs)), 1.0
-
-    monkeypatch.setattr(inductor, "compile_body", compile_body)
-    monkeypatch.setattr(inductor, "measure", lambda calls, device: dict(zip(calls, (3.0, 1.0, 2.0), strict=True)))
-    cache = TimingCache(None)
-    first = choose(fast.body, (x,), kernels, cache, "key")
-    assert first.run is not None
-    assert first.kernels == kernels
-    assert first.seconds == 2.0
-    assert len(compiled) == 2  # as planned, and all dense
-    again = choose(fast.body, (x,), kernels, cache, "key")
-    assert again.kernels == kernels
-    assert len(compiled) == 3  # only the fastest
-
-
-def test_dense_layers_win_where_they_are_faster(planned, monkeypatch):
-    fast, x, kernels = planned
-    monkeypatch.setattr(inductor, "compile_body", lambda body, chosen, inputs: (body, 1.0))
-    monkeypatch.setattr(inductor, "measure", lambda calls, device: dict(zip(calls, (3.0, 2.0, 1.0), strict=True)))
-    choice = choose(fast.body, (x,), kernels, TimingCache(None), None)
-    assert {str(kernel) for kernel in choice.kernels.values()} == {"dense torch"}
-
-
-@pytest.mark.parametrize(
-    ("layers", "compiled"),
-    [
-        (LayerTime(planned_ms=0.99, dense_ms=1.5), []),
-        (LayerTime(planned_ms=0.99, dense_ms=0.9), ["dense"]),
-        (LayerTime(planned_ms=0.5, dense_ms=1.5), ["planned"]),
-        (LayerTime(planned_ms=0.5, dense_ms=1.4), ["planned", "dense"]),  # Inductor fuses activations
-        (LayerTime(planned_ms=0.5, dense_ms=0.9), ["planned", "dense"]),
-        (LayerTime(planned_ms=0.0, dense_ms=0.0), ["planned", "dense"]),
-    ],
-)
-def test_forms_that_cannot_be_faster_are_not_compiled(planned, monkeypatch, layers, compiled):
-    fast, x, kernels = planned
-    made = []
-
-    def compile_body(body, chosen, inputs):
-        made.append("planned" if chosen == kernels else "dense")
-        return body, 1.0
-
-    monkeypatch.setattr(inductor, "compile_body", compile_body)
-    monkeypatch.setattr(inductor, "measure", lambda calls, device: dict.fromkeys(calls, 2.0) | {"eager": 1.0})
-    cache = TimingCache(None)
-    for _ in range(2):  # timed, then remembered
-        choice = choose(fast.body, (x,), kernels, cache, "key", layers)
-        assert (choice.run, choice.kernels) == (None, kernels)
-    assert made == compiled
-
-
-def test_dense_layers_are_compared_with_the_fastest_form_so_far(planned, monkeypatch):
-    fast, x, kernels = planned
-    made, ms = [], {"eager": 2.0, "inductor": 1.0}
-
-    def compile_body(body, chosen, inputs):
-        made.append("planned" if chosen == kernels else "dense")
-        return body, 1.0
-
-    monkeypatch.setattr(inductor, "compile_body", compile_body)
-    monkeypatch.setattr(inductor, "measure", lambda calls, device: {name: ms[name] for name in calls})
-    layers = LayerTime(planned_ms=0.5, dense_ms=1.8)  # could be faster than the eager network
-    assert choose(fast.body, (x,), kernels, TimingCache(None), None, layers).kernels == kernels
-    assert made == ["planned"]
-
-
-def test_dense_layers_are_tried_if_the_planned_kernels_cannot_be_compiled(planned, monkeypatch):
-    fast, x, kernels = planned
-
-    def compile_body(body, chosen, inputs):
-        if chosen == kernels:
-            raise EngineError("outputs differ")
-        return body, 1.0
-
-    monkeypatch.setattr(inductor, "compile_body", compile_body)
-    ms = {"eager": 2.0, "inductor dense": 1.0}
-    monkeypatch.setattr(inductor, "measure", lambda calls, device: {name: ms[name] for name in calls})
-    cache = TimingCache(None)
-    assert choose(fast.body, (x,), kernels, cache, "key").run is not None
-    assert not cache.known  # what fails now may work later
-    ms["eager"] = 0.5
-    assert choose(fast.body, (x,), kernels, cache, "key").failed == "outputs differ"
-
-
-def test_pooling_does_not_count_as_a_dense_layer():
-    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Hardtanh(), nn.MaxPool2d(2)).eval()
-    fast = halve.compile(model, halve.prune(model), torch.randn(2, 4, 8, 8))
-    entries = [
-        Entry(layer.name, "", "dense torch", False, 1.0, 2.0 if layer.has_weight else 50.0, None, None, "")
-        for layer in fast.layers
-    ]
-    assert len(entries) == 2
-    fast.device = torch.device("cuda")
-    assert fast._layer_time(entries, []) == LayerTime(planned_ms=2.0, dense_ms=2.0)
-
-
-def test_a_network_that_inductor_cannot_compile_stays_eager(made, monkeypatch):
+def test_a_network_that_inductor_cannot_compile_stays_eager(compiled_net, monkeypatch):
     def fails(*args, **options):
         raise RuntimeError("no compiler here")
 
     monkeypatch.setattr(torch, "compile", fails)
-    fast, x = copy.deepcopy(made[0]), made[1]
+    fast, x = copy.deepcopy(compiled_net[0]), compiled_net[1]
     fast.inductor = True
     expected = fast(x)
     fast.warmup(3)
@@ -262,79 +136,21 @@ def test_a_network_that_inductor_cannot_compile_stays_eager(made, monkeypatch):
     assert "not tried at batch size 5" in fast.plan.uncompiled[INDUCTOR]
 
 
-def test_wrong_results_are_refused(planned, monkeypatch):
-    fast, x, kernels = planned
+def test_wrong_results_are_refused(planned_net, monkeypatch):
+    fast, x, kernels = planned_net
     monkeypatch.setattr(torch, "compile", lambda module, **options: lambda x: module(x) + 1)
     with pytest.raises(EngineError, match="differs from the eager one"):
         compile_body(fast.body, kernels, (x,))
 
 
-def test_a_compiled_body_runs_at_its_shape_only(made):
-    fast, x = copy.deepcopy(made[0]), made[1]
-    fast._bodies[(tuple(x.shape),)] = CompiledBody(lambda x: torch.zeros(2))
-    assert fast(x).shape == (2,)
-    assert fast(x[:1]).shape == (1, 8, 4, 4)
-    assert copy.deepcopy(fast)(x).shape == (2, 8, 4, 4)  # copies are not compiled yet
-    assert isinstance(copy.deepcopy(fast)._bodies, Bodies)
-
-
-def test_the_plan_says_what_inductor_compiled(made):
-    plan = copy.deepcopy(made[0].plan)
+def test_the_plan_says_what_inductor_compiled(compiled_net):
+    plan = copy.deepcopy(compiled_net[0].plan)
     plan.batches, plan.inductor = {2: []}, {2: 12.3}
     assert "the rest compiled by Inductor in 12 s" in str(plan)
     assert type(plan).from_json(plan.as_json()).inductor == {2: 12.3}
 
 
-def test_no_call_compiles_again(made):
-    fast, x = copy.deepcopy(made[0]), made[1]
-    seen = []
-
-    def compiled(given):
-        seen.append((given.stride(), given.is_inference(), torch.is_inference_mode_enabled(), torch.is_grad_enabled()))
-        return fast.body(given)
-
-    fast._bodies[shapes_of((x,))] = CompiledBody(compiled)
-    expected = fast(x)
-    assert torch.allclose(fast(x.to(memory_format=torch.channels_last)), expected, atol=1e-6)
-    with torch.inference_mode():
-        assert torch.allclose(fast(x), expected, atol=1e-6)
-        assert torch.allclose(fast(x.clone()), expected, atol=1e-6)
-    assert len(seen) == 4
-    assert set(seen) == {(x.stride(), False, False, False)}
-
-
-@needs_compiler
-def test_calls_skip_the_checks_of_dynamo_unless_it_would_compile_again(monkeypatch):
-    class Net(nn.Module):
-        def forward(self, x, y):
-            return {"sum": x + y, "both": [x * 2, y], "x": x}
-
-    x, y = torch.randn(2, 3), torch.randn(2, 3)
-    body = torch.fx.symbolic_trace(Net())
-    run, _ = compile_body(body, {}, (x, y))
-    checked = []
-    monkeypatch.setattr(run, "_checked", lambda *inputs: checked.append(inputs) or body(*inputs))
-    for given in ((x, y), (y, x), (x + 1, y)):
-        outputs, expected = run(*given), body(*given)
-        assert torch.equal(outputs["sum"], expected["sum"])
-        assert torch.equal(outputs["both"][0], expected["both"][0])
-        assert torch.equal(outputs["x"], given[0])
-    with torch.inference_mode():
-        assert torch.equal(run(x.clone(), y)["sum"], x + y)
-    assert not checked
-    negative = torch.complex(x, y).conj().imag  # stored without its sign
-    assert torch.equal(run(negative, y)["sum"], negative + y)
-    run(nn.Parameter(x), y)
-    with torch.autocast("cpu"):
-        run(x, y)
-    before = torch.get_num_threads()
-    torch.set_num_threads(before + 1)
-    run(x, y)
-    torch.set_num_threads(before)
-    assert len(checked) == 4
-
-
-def test_it_is_tried_on_cpus_with_a_compiler(made, monkeypatch):
+def test_it_is_tried_on_cpus_with_a_compiler(compiled_net, monkeypatch):
     assert inductor.by_default(torch.device("cpu"))
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}" if name == "clang++" else None)
     assert inductor.unavailable(torch.device("cpu")) is None
@@ -342,7 +158,7 @@ def test_it_is_tried_on_cpus_with_a_compiler(made, monkeypatch):
 
 def test_without_a_compiler_the_plan_says_so(monkeypatch):
     monkeypatch.setattr(shutil, "which", lambda name: None)
-    model, x = network(), torch.randn(2, 4, 8, 8)
+    model, x = two_convolutions(), torch.randn(2, 4, 8, 8)
     fast = halve.compile(model, halve.prune(model), x, inductor=True)
     assert fast.plan.uncompiled[INDUCTOR].startswith("not used: Inductor needs a C++ compiler on CPUs")
     assert not fast.plan.inductor

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from halve.engine import timing
-from halve.engine.timing import measure
+from halve.engine.timing import measure, ran_out_of_memory
 
 CPU = torch.device("cpu")
 
@@ -113,3 +113,16 @@ def test_without_memory_for_a_recording_it_is_made_again_once_that_is_freed(monk
     gpu.out_of_memory = 2
     with pytest.raises(torch.OutOfMemoryError):
         measure({"one": gpu.kernel(1.0)}, torch.device("cuda"))
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (torch.OutOfMemoryError("CUDA out of memory"), True),
+        (RuntimeError("cuDNN error: CUDNN_STATUS_ALLOC_FAILED"), True),
+        (RuntimeError("no kernel"), False),
+        (ValueError("wrong shape"), False),
+    ],
+)
+def test_libraries_run_out_of_memory_too(error, expected):
+    assert ran_out_of_memory(error) == expected

@@ -13,7 +13,8 @@ from halve.bench.semi_structured import replace_layers_
 from halve.engine.compiled import CUDA_GRAPH, INDUCTOR, JOINS, Compiled
 from halve.engine.kernels.kernel import Kernel
 from halve.engine.kernels.registry import family_of
-from halve.engine.plan import Entry, LayerTimes, time_layers
+from halve.engine.layer_times import LayerTimes, time_layers
+from halve.engine.plan import Entry
 from halve.engine.recorded import Recordings
 from halve.engine.timing_cache import TimingCache
 from halve.errors import EngineError

@@ -1,4 +1,4 @@
-"""Join neighbouring layers of a network into chains that run in one call."""
+"""Chains: neighbouring layers of a network that run in one call."""
 
 import operator
 from collections import defaultdict
@@ -17,7 +17,7 @@ from halve.engine.layer import Layer
 Shape = tuple[int, ...]
 
 
-def joined(body: GraphModule, kernels: Mapping[Layer, Kernel], shapes: Mapping[Layer, Shape]) -> GraphModule:
+def with_chains(body: GraphModule, kernels: Mapping[Layer, Kernel], shapes: Mapping[Layer, Shape]) -> GraphModule:
     """The network with chains instead of layers, where that is possible. Layers that are alone stay as they are.
 
     Args:
@@ -42,7 +42,7 @@ def _chains(body: GraphModule, kernels: Mapping[Layer, Kernel], shapes: Mapping[
     kind = None  # all chains have the same, so that none depends on another of its level
     for node in body.graph.nodes:
         layer: Any = body.get_submodule(str(node.target)) if node.op == "call_module" else None
-        if layer in kernels and layer in shapes and _can_join(layer, kernels[layer], shapes[layer]):
+        if layer in kernels and layer in shapes and _can_chain(layer, kernels[layer], shapes[layer]):
             kind = kind or _kind(layer, kernels[layer])
             if kind == _kind(layer, kernels[layer]):
                 members.add(node)
@@ -53,9 +53,9 @@ def _chains(body: GraphModule, kernels: Mapping[Layer, Kernel], shapes: Mapping[
     return found
 
 
-def _can_join(layer: Layer, kernel: Kernel, shape: Shape) -> bool:
+def _can_chain(layer: Layer, kernel: Kernel, shape: Shape) -> bool:
     family = family_of(kernel)
-    return family.chain is not None and family.can_join(layer.operation, shape)
+    return family.chain is not None and family.can_chain(layer.operation, shape)
 
 
 def _kind(layer: Layer, kernel: Kernel) -> tuple[str | None, torch.dtype]:

@@ -14,9 +14,12 @@ from torch.fx import GraphModule
 
 from halve.batches import Images, Progress
 from halve.cuda_graphs import autotuned_cudnn
+from halve.engine.bodies import Bodies
 from halve.engine.capture.guards import Guards
 from halve.engine.capture.partial import around_parts
-from halve.engine.inductor import MAX_SECONDS, Bodies, Choice, LayerTime, by_default, choose, compile_body, unavailable
+from halve.engine.decide import decide
+from halve.engine.inductor import by_default, compile_body, unavailable
+from halve.engine.inductor_choice import MAX_SECONDS, Choice, LayerTime, all_dense, choose
 from halve.engine.join import (
     Join,
     choose_joins,
@@ -31,12 +34,13 @@ from halve.engine.kernels.registry import FALLBACK, FAMILIES, family_of, no_spar
 from halve.engine.layer import Layer
 from halve.engine.lower import move_
 from halve.engine.operations import PooledConvolution
-from halve.engine.plan import Entry, Plan, all_dense, decide, visit
+from halve.engine.plan import Entry, Plan
 from halve.engine.recorded import CAPTURE_LOCK, MAX_RECORDINGS, Recordings, Shapes, shapes_of
 from halve.engine.saved import file
 from halve.engine.saved.file import SavedNetwork
 from halve.engine.shared_lock import SharedLock
 from halve.engine.timing_cache import TimingCache, network_key
+from halve.engine.visit import visit
 from halve.errors import EngineError, EngineWarning, OptionError, first_line, listed, warn
 from halve.process_state import preserved_process_state
 
@@ -250,7 +254,8 @@ class Compiled(nn.Module):
             elif self._has_form(size) and shapes_of(inputs) not in self._bodies:
                 self._choose_form(size, inputs, planned=True)
             if self.device.type == "cuda" and self._takes_lists:
-                self.plan.uncompiled[CUDA_GRAPH] = "not recorded: lists of images may have any sizes"
+                reason = "not recorded: lists of images may have any sizes"
+                self.plan.uncompiled = {**self.plan.uncompiled, CUDA_GRAPH: reason}
             elif self.device.type == "cuda":
                 self._record(inputs)
             elif self.device.type == "cpu":
@@ -299,15 +304,14 @@ class Compiled(nn.Module):
 
     def _lose_joins(self, size: int, found: Sequence[Join], kernels: Mapping[Layer, Kernel]) -> None:
         """Correct the plan if it has joins that this network or device cannot have: their layers run separately."""
-        wanted = self.plan.joins.pop(size)
-        if size in self.plan.batches:
+        wanted = self.plan.joins[size]
+        if size in self.plan.batches:  # new dicts, as other threads may print or copy the plan
             entries = separated_entries(self.plan.batches[size], wanted, kernels)
-            self.plan.batches[size] = joined_entries(entries, found)
-        if found:
-            self.plan.joins[size] = [join.planned for join in found]
+            self.plan.batches = {**self.plan.batches, size: joined_entries(entries, found)}
+        others = {other: joins for other, joins in self.plan.joins.items() if other != size}
+        self.plan.joins = {**others, size: [join.planned for join in found]} if found else others
         lost = f"{len(wanted) - len(found)} of {len(wanted)} not used at batch size {size}: no kernel here"
-        before = self.plan.uncompiled.get(JOINS)
-        self.plan.uncompiled[JOINS] = lost if before is None else f"{before}; {lost}"
+        self._note(JOINS, lost)
         warn(f"slower than planned: {JOINS}: {lost}. Compile the model here to plan again", EngineWarning)
 
     def _layer_sizes(self, inputs: tuple[Tensor, ...]) -> dict[Layer, int]:
@@ -352,10 +356,11 @@ class Compiled(nn.Module):
         if not self.inductor or (planned and size not in self.plan.inductor):
             return None
         if (reason := unavailable(self.device)) is not None:
-            self.plan.uncompiled[INDUCTOR] = f"not used: {reason}"
+            self.plan.uncompiled = {**self.plan.uncompiled, INDUCTOR: f"not used: {reason}"}
             return None
         if (spent := self._compiling_seconds) > MAX_SECONDS and not planned:
-            self.plan.uncompiled[INDUCTOR] = f"not tried at batch size {size}, after compiling for {spent:.0f} s"
+            reason = f"not tried at batch size {size}, after compiling for {spent:.0f} s"
+            self.plan.uncompiled = {**self.plan.uncompiled, INDUCTOR: reason}
             return None
         given = self._given(inputs)
         if planned:
@@ -368,7 +373,7 @@ class Compiled(nn.Module):
         self._compiling_seconds += choice.seconds
         if choice.failed is not None:
             what = "not used" if choice.run is None else "not used with sparse layers"
-            self.plan.uncompiled[INDUCTOR] = f"{what}: {choice.failed}"
+            self.plan.uncompiled = {**self.plan.uncompiled, INDUCTOR: f"{what}: {choice.failed}"}
         return choice
 
     def _layer_time(self, entries: Sequence[Entry], joins: Sequence[Join]) -> LayerTime | None:
@@ -406,10 +411,17 @@ class Compiled(nn.Module):
             dropped = self._recordings.record(self._run, inputs, weights)
             if dropped:
                 sizes = ", ".join(str(shapes[0][0]) for shapes in dropped)
-                self.plan.uncompiled[CUDA_GRAPH] = f"dropped for batch size {sizes}: at most {MAX_RECORDINGS} are kept"
+                self._note(CUDA_GRAPH, f"dropped for batch size {sizes}: at most {MAX_RECORDINGS} are kept")
         except RuntimeError as error:  # the network may do something that cannot be recorded
-            self.plan.uncompiled.setdefault(CUDA_GRAPH, f"not recorded: {first_line(error)}")
+            self._note(CUDA_GRAPH, f"not recorded for batch size {len(inputs[0])}: {first_line(error)}")
             torch.cuda.synchronize()
+
+    def _note(self, name: str, reason: str) -> None:
+        """Add a reason to those in `Plan.uncompiled`. A new dict, as other threads may print or copy the plan."""
+        before = self.plan.uncompiled.get(name)
+        if before is None or f"; {reason};" not in f"; {before};":
+            after = reason if before is None else f"{before}; {reason}"
+            self.plan.uncompiled = {**self.plan.uncompiled, name: after}
 
     def train(self, mode: bool = True) -> "Compiled":
         """Do nothing: compiled networks are for inference only."""

@@ -13,8 +13,7 @@ import shutil
 import sys
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -24,108 +23,20 @@ import torch.utils._pytree as pytree
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from halve.engine.chains import joined
+from halve.engine.chains import with_chains
+from halve.engine.compiled_body import CompiledBody, CompiledCode, Run
 from halve.engine.kernels import op
 from halve.engine.kernels.cuda import jit
 from halve.engine.kernels.kernel import Kernel
 from halve.engine.kernels.registry import FALLBACK, family_of
 from halve.engine.layer import Layer
-from halve.engine.plan import visit
-from halve.engine.timing import measure
-from halve.engine.timing_cache import TimingCache, kernel_id
+from halve.engine.visit import visit
 from halve.errors import EngineError, first_line
 from halve.outputs import relative_error
 
 _TOLERANCE = {torch.float16: 2e-2, torch.bfloat16: 1e-1}  # of outputs, relative to the eager network's; otherwise 1e-3
-MAX_SECONDS = 300.0  # of compiling for one network; what begins before is finished
-LEAST_SHARE = 0.03  # of the network's time between its layers: for less, Inductor is not tried
-LIBRARY_SHARE = 0.7  # of the time of dense layers that Inductor needs at least: it fuses activations. Measured: 0.77
 _SENSITIVITY = 4  # times what a network makes of a rounding error: what its outputs may differ by in any case
 _LARGEST_ERROR = 0.5  # however sensitive a network is: outputs that are all zero differ by 1
-Run = Callable[..., Any]
-
-
-class CompiledBody:
-    """A network that Inductor compiled for inputs of one shape and memory format.
-
-    Dynamo checks all modules and weights on each call, which takes longer than many layers. Here they are constants, so
-    calls on the CPU run the code of Inductor itself, with nothing in between. Whatever else Dynamo would compile for
-    again goes through its checks: another number of threads, autocast, subclasses of tensors.
-    """
-
-    def __init__(self, checked: Run, code: "_Code | None" = None, module: nn.Module | None = None) -> None:
-        """Make it callable.
-
-        Args:
-            checked: the network as Dynamo calls it.
-            code: what Inductor made of it. Default: always go through Dynamo's checks.
-            module: owns the weights. Default: none.
-        """
-        self._checked, self._code, self.module = checked, code, module
-        self._threads = torch.get_num_threads()
-
-    def __call__(self, *inputs: Tensor) -> Any:
-        if self._code is not None and self._as_compiled(inputs):
-            return self._code(inputs)
-        with torch.inference_mode(False), torch.no_grad():  # Dynamo compiles again for tensors of inference mode
-            return self._checked(*(x.clone() if x.is_inference() else x for x in inputs))
-
-    def _as_compiled(self, inputs: tuple[Tensor, ...]) -> bool:
-        plain = all(type(x) is Tensor and not x.is_neg() for x in inputs)
-        return plain and torch.get_num_threads() == self._threads and not torch.is_autocast_enabled("cpu")
-
-
-class _Code:
-    """What Inductor made of the one graph of a network: a function of its inputs and weights, without their names.
-
-    Which of its arguments are the inputs, and which of its results is which output, is known from the first call. An
-    output may also be one of the inputs.
-    """
-
-    def __init__(self, function: Run, arguments: Sequence[Any], results: Sequence[Any]) -> None:
-        self._function, self._arguments, self._results = function, list(arguments), list(results)
-
-    def bind(self, inputs: tuple[Tensor, ...], outputs: Any) -> bool:
-        """Learn from the first call; returns whether that is enough to call the function."""
-        leaves, self._structure = pytree.tree_flatten(outputs)
-        self._inputs = [_place(x, self._arguments) for x in inputs]
-        self._outputs = [_place(y, [*self._results, *inputs]) for y in leaves]
-        self._is_only_result = isinstance(outputs, Tensor) and len(self._results) == 1 and self._outputs == [0]
-        self._results.clear()
-        for place in filter(lambda place: place >= 0, self._inputs):
-            self._arguments[place] = None
-        tensors = all(x is None or isinstance(x, Tensor) for x in self._arguments)
-        return tensors and -1 not in (*self._inputs, *self._outputs)
-
-    def __call__(self, inputs: tuple[Tensor, ...]) -> Any:
-        arguments = self._arguments.copy()
-        for place, x in zip(self._inputs, inputs, strict=True):
-            arguments[place] = x
-        results = self._function(*arguments)
-        if self._is_only_result:
-            return results[0]
-        available = [*results, *inputs]
-        return pytree.tree_unflatten([available[place] for place in self._outputs], self._structure)
-
-
-def _place(tensor: Any, among: Sequence[Any]) -> int:
-    """Where a tensor is; -1 if it is not there."""
-    return next((place for place, other in enumerate(among) if other is tensor), -1)
-
-
-class Bodies(dict[Any, Run]):
-    """Forms of a network by input shape: layers joined, or compiled. Copies of a network have none yet."""
-
-    def tensors(self) -> list[Tensor]:
-        """The tensors of all forms, which they may share with the network."""
-        modules = (form if isinstance(form, nn.Module) else getattr(form, "module", None) for form in self.values())
-        return [x for module in modules if module is not None for x in (*module.parameters(), *module.buffers())]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Bodies":
-        return Bodies()
-
-    def __reduce__(self) -> Any:
-        return Bodies, ()
 
 
 def by_default(device: torch.device) -> bool:
@@ -139,103 +50,6 @@ def unavailable(device: torch.device) -> str | None:
     if device.type == "cpu" and not any(shutil.which(name) for name in compilers if name):
         return "Inductor needs a C++ compiler on CPUs, and there is no g++ or clang++; the rest runs eagerly"
     return None
-
-
-@dataclass(frozen=True)
-class Choice:
-    """The fastest form of a network for one input shape."""
-
-    kernels: Mapping[Layer, Kernel]
-    run: CompiledBody | None = None  # None: eager, with these kernels
-    seconds: float = 0.0  # spent on compiling
-    failed: str | None = None  # why Inductor could not compile the network as planned
-
-
-@dataclass(frozen=True)
-class LayerTime:
-    """Milliseconds of all layers together, each timed alone: on the planned kernels, and on the fastest of libraries.
-
-    Layers that have only one kernel are not timed, and count as 0. `dense_ms` only counts layers with weights: Inductor
-    has other kernels for pooling.
-    """
-
-    planned_ms: float
-    dense_ms: float
-
-    def hopeless(self, network_ms: float) -> set[str]:
-        """The forms that cannot be faster than `network_ms`, so that minutes of compiling are saved.
-
-        Inductor only speeds up what lies between the layers. If all layers are dense, they alone take most of
-        `dense_ms`: what follows a convolution there may be fused with the next operations instead.
-
-        >>> LayerTime(planned_ms=0.99, dense_ms=1.7).hopeless(network_ms=1.0) == {"inductor", "inductor dense"}
-        True
-        >>> LayerTime(planned_ms=0.6, dense_ms=0.7).hopeless(network_ms=1.0)
-        set()
-        """
-        found = set()
-        if network_ms - self.planned_ms < LEAST_SHARE * network_ms:
-            found.add("inductor")
-        if LIBRARY_SHARE * self.dense_ms > network_ms:
-            found.add("inductor dense")
-        return found
-
-
-def choose(
-    body: GraphModule,
-    inputs: tuple[Tensor, ...],
-    kernels: Mapping[Layer, Kernel],
-    cache: TimingCache,
-    key: str | None,
-    layers: LayerTime | None = None,
-) -> Choice:
-    """Time the network as planned against itself compiled by Inductor, and against Inductor with all layers dense.
-
-    Args:
-        body: the fused network, whose layers use `kernels`.
-        inputs: inputs in the compute dtype.
-        kernels: the planned kernel of each layer for these inputs.
-        cache: earlier timings.
-        key: cache key of the network. Default: do not cache.
-        layers: how long the layers alone take. Forms that cannot be faster by that are not compiled. Default: unknown.
-    """
-    device = inputs[0].device
-    dense = dict.fromkeys(kernels, FALLBACK)
-    candidates = {"inductor": kernels, "inductor dense": dense} if kernels != dense else {"inductor": kernels}
-    described = " ".join(map(kernel_id, kernels.values()))
-    ids = {f"{name} {described}": name for name in ("eager", *candidates)}
-    known = None if key is None else cache.get(key, ids)
-    seconds, runs, failed = 0.0, {}, None
-    if known is None:
-        calls: dict[str, Callable[[], Any]] = {"eager": partial(body, *inputs)}
-        excluded = set()
-        for name, chosen in candidates.items():
-            if layers is not None and name in layers.hopeless(min(measure(calls, device).values())):
-                excluded.add(name)
-                continue
-            started = time.perf_counter()
-            try:
-                runs[name], took = compile_body(body, chosen, inputs)
-                calls[name] = partial(runs[name], *inputs)
-            except EngineError as error:
-                failed, took = failed or str(error), time.perf_counter() - started
-                excluded.add(name)
-            seconds += took
-        times = dict.fromkeys(excluded, math.inf) | measure(calls, device)
-        if key is not None and failed is None:
-            cache.put(key, {one: times[name] for one, name in ids.items()})
-            cache.save()
-    else:
-        times = {ids[one]: ms for one, ms in known.items()}
-    best = min(times, key=times.__getitem__)
-    if best == "eager":
-        return Choice(kernels, seconds=seconds, failed=failed)
-    if best not in runs:
-        try:
-            runs[best], seconds = compile_body(body, candidates[best], inputs)
-        except EngineError as error:
-            return Choice(kernels, failed=str(error))
-    return Choice(candidates[best], runs[best], seconds, failed)
 
 
 def compile_body(
@@ -258,7 +72,7 @@ def compile_body(
         shapes.setdefault(layer, tuple(given[0].shape))
 
     expected = visit(layers, partial(body, *inputs), note)
-    fixed = joined(body, kernels, shapes)
+    fixed = with_chains(body, kernels, shapes)
     fixed = GraphModule(fixed, copy.deepcopy(fixed.graph))  # its layers are replaced; a graph holds its module
     for name, layer in [*fixed.named_modules()]:
         if isinstance(layer, Layer):
@@ -266,7 +80,7 @@ def compile_body(
     fixed.requires_grad_(False).eval()
     # Recordings are ours. Tracing reads whether weights are constants from the global setting.
     options: dict[str, Any] = {"triton.cudagraphs": False, "freezing": True}
-    compiled: list[_Code | None] = []
+    compiled: list[CompiledCode | None] = []
 
     def backend(graph: GraphModule, examples: Sequence[Any]) -> Run:
         from torch._inductor.compile_fx import compile_fx
@@ -276,7 +90,7 @@ def compile_body(
         def run(*arguments: Any) -> Any:
             results = function(*arguments)
             if not compiled:
-                compiled.append(_Code(function, arguments, results))
+                compiled.append(CompiledCode(function, arguments, results))
             return results
 
         return run

@@ -22,13 +22,16 @@ import torch
 from torch import Tensor
 from torch.fx import GraphModule, Node
 
+from halve.engine.kernels.cuda import jit
 from halve.engine.kernels.kernel import Kernel, Piece
 from halve.engine.kernels.registry import family_of, kernels_for
 from halve.engine.layer import Layer
+from halve.engine.layer_times import Jobs, compilations, compile_all, time_layer
 from halve.engine.operations import ChainedConvolution, Convolution, JoinedConvolution, Operation, split_results
-from halve.engine.plan import Entry, Jobs, PlannedJoin, compilations, compile_all, time_layer, visit
+from halve.engine.plan import Entry, PlannedJoin
 from halve.engine.timing import measure
 from halve.engine.timing_cache import TimingCache, kernel_id
+from halve.engine.visit import visit
 
 _AND = " + "  # between the names of joined layers
 _STRIDES = ((1, 1), (2, 2))  # of a shortcut
@@ -406,19 +409,15 @@ def _is_faster(
     cache: TimingCache,
     key: str | None,
 ) -> bool:
+    def measured() -> dict[str, float]:
+        forms = {"separate": body, "joined": joined_form(body, joins)}
+        return measure({name: partial(form, *inputs) for name, form in forms.items()}, inputs[0].device)
+
     together = [f"{join.both.name}: {kernel_id(join.kernel)}" for join in joins]
-    described = " ".join([*map(kernel_id, kernels.values()), *together])
-    ids = {f"{name} {described}": name for name in ("separate", "joined")}
-    times = None if key is None else cache.get(key, ids)
-    if times is None:
-        forms: dict[str, GraphModule] = {"separate": body, "joined": joined_form(body, joins)}
-        measured = measure({name: partial(forms[name], *inputs) for name in forms}, inputs[0].device)
-        times = {described: measured[name] for described, name in ids.items()}
-        if key is not None:
-            cache.put(key, times)
-            cache.save()
-    separate, joined = (times[described] for described in ids)
-    return joined < separate
+    described = jit.digest(*map(kernel_id, kernels.values()), *together)
+    times = cache.look_up(key, {name: f"{name} {described}" for name in ("separate", "joined")}, measured)
+    cache.save()
+    return times["joined"] < times["separate"]
 
 
 def _visit(

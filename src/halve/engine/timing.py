@@ -90,3 +90,14 @@ def elapsed_ms(call: Callable[[], object]) -> float:
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end))
+
+
+def ran_out_of_memory(error: Exception) -> bool:
+    """Whether a call may succeed with more free memory. Libraries name the status instead of raising PyTorch's error.
+
+    >>> ran_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
+    True
+    >>> ran_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
+    False
+    """
+    return isinstance(error, torch.OutOfMemoryError) or "ALLOC" in str(error)

@@ -6,8 +6,9 @@ import json
 import operator
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from halve.machine import device_name
 from halve.masks.storage import write_atomically
 
 Times = dict[str, dict[str, float]]
+_Name = TypeVar("_Name", bound=Hashable)
 _LONGEST_WAIT = 10.0  # seconds, for another process that writes
 
 
@@ -52,6 +54,32 @@ class TimingCache:
         """The times of all these names, or None if one is missing."""
         wanted, found = list(names), self.known.get(key, {})
         return {name: found[name] for name in wanted} if all(name in found for name in wanted) else None
+
+    def look_up(
+        self, key: str | None, ids: Mapping[_Name, str], measured: Callable[[], Mapping[_Name, float]]
+    ) -> dict[_Name, float]:
+        """The times of these names: stored ones if all are known, otherwise measured now and stored.
+
+        Call `save` to write them to the file.
+
+        Args:
+            key: as in `get`. Default: neither look up nor store.
+            ids: what each name is called in the cache.
+            measured: measures all of them. It may leave out names, which are then measured again next time.
+
+        >>> cache = TimingCache(None)
+        >>> cache.look_up("net", {"separate": "two kernels", "joined": "one"}, lambda: {"separate": 0.2, "joined": 0.1})
+        {'separate': 0.2, 'joined': 0.1}
+        >>> cache.look_up("net", {"together": "one"}, lambda: {})
+        {'together': 0.1}
+        """
+        known = None if key is None else self.get(key, ids.values())
+        if known is not None:
+            return {name: known[described] for name, described in ids.items()}
+        times = dict(measured())
+        if key is not None:
+            self.put(key, {ids[name]: time for name, time in times.items()})
+        return times
 
     def put(self, key: str, times: Mapping[str, float]) -> None:
         for times_of in (self.known, self._put):

@@ -188,7 +188,7 @@ class KernelFamily(ABC):
         """The machine code that runs a layer on this machine, emitted now if it was not yet; None if there is none."""
         return None
 
-    def can_join(self, operation: Operation, shape: Sequence[int]) -> bool:
+    def can_chain(self, operation: Operation, shape: Sequence[int]) -> bool:
         """Whether the layer can be part of a chain for an input of this shape."""
         return False
 

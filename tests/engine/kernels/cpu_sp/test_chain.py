@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from halve.engine.kernels.cpu_sp import chain
-from halve.engine.kernels.cpu_sp.chain import Chain, can_join
+from halve.engine.kernels.cpu_sp.chain import Chain, can_chain
 from halve.engine.kernels.cpu_sp.family import CpuPool
 from halve.engine.kernels.kernel import ChainDescription, ChainedLayer, Kernel, Link
 from halve.engine.operations import Convolution, Linear, MaxPool, PooledConvolution
@@ -197,12 +197,12 @@ def test_values_that_do_not_fit_are_refused():
         run_chain([random(1, 8, 4)], [link(POOL, (0,))], (1,))
 
 
-def test_layers_that_cannot_join():
+def test_layers_that_cannot_be_part_of_a_chain():
     shape = (1, 8, 8, 8)
-    assert can_join(conv(8, 8, 3, 2), shape)
-    assert not can_join(conv(8, 8, activation="gelu"), shape)
-    assert not can_join(replace(conv(8, 8), stride=(3, 3)), shape)
-    assert not can_join(Linear(8, 8, "gelu"), (1, 8))
+    assert can_chain(conv(8, 8, 3, 2), shape)
+    assert not can_chain(conv(8, 8, activation="gelu"), shape)
+    assert not can_chain(replace(conv(8, 8), stride=(3, 3)), shape)
+    assert not can_chain(Linear(8, 8, "gelu"), (1, 8))
     assert run_chain([random(*shape)], [link(replace(conv(8, 8), stride=(3, 3)), (0,))], (1,)) is None
     assert run_chain([random(*shape), random(*shape).bfloat16()], [link(conv(8, 8), (0, 1))], (2,)) is None
 

@@ -7,8 +7,8 @@ from halve.engine.kernels.depthwise.family import Depthwise
 from halve.engine.kernels.depthwise.launch import TILES
 from halve.engine.kernels.kernel import Kernel, Piece
 from halve.engine.layer import Layer
+from halve.engine.layer_times import LayerTimes
 from halve.engine.operations import Convolution, Linear, MaxPool
-from halve.engine.plan import LayerTimes
 from halve.errors import EngineError
 from halve.graph import capture
 from tests.random_masks import random

@@ -7,8 +7,8 @@ import torch.nn.functional as F
 from halve.cuda_graphs import record
 from halve.engine.kernels.depthwise.family import Depthwise
 from halve.engine.kernels.kernel import Piece
+from halve.engine.layer_times import Jobs, compile_all
 from halve.engine.operations import ACTIVATIONS, Convolution
-from halve.engine.plan import Jobs, compile_all
 from halve.errors import EngineError
 
 GPU = torch.device("cuda", 0)

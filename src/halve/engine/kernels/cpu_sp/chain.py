@@ -39,11 +39,11 @@ _MAX_SHAPES = 16  # that a chain remembers
 _MOST_IDLE = 0.1  # of all threads' time, while the last images run
 
 
-def can_join(operation: Operation, shape: Sequence[int]) -> bool:
+def can_chain(operation: Operation, shape: Sequence[int]) -> bool:
     """Whether a layer can be part of a chain for an input of this shape."""
     if isinstance(operation, PooledConvolution):
         pooled = operation.convolution.out_shape(shape)
-        return can_join(operation.convolution, shape) and can_join(operation.pool, pooled)
+        return can_chain(operation.convolution, shape) and can_chain(operation.pool, pooled)
     if isinstance(operation, Linear):
         return operation.activation in EMITTED
     if not isinstance(operation, Convolution | MaxPool) or getattr(operation, "activation", "none") not in EMITTED:
@@ -167,7 +167,7 @@ class Chain:
         for link in self._links:
             given = [shapes[value] for value in link.inputs]
             shapes[link.result] = _checked_shape(link.operation, given)
-            if not can_join(link.operation, given[0]):
+            if not can_chain(link.operation, given[0]):
                 return None
         if len({x.dtype for x in inputs}) > 1:
             return None

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from halve.engine.kernels.cpu_sp import features, memory
-from halve.engine.kernels.cpu_sp.chain import can_join, run_chain
+from halve.engine.kernels.cpu_sp.chain import can_chain, run_chain
 from halve.engine.kernels.cpu_sp.packing import Packed, pack, pack_dense, packed_shapes, unpack
 from halve.engine.kernels.cpu_sp.pool import MAX_TAPS, max_pool
 from halve.engine.kernels.cpu_sp.program import MAX_VALUES, Code, known_program, program_for
@@ -41,8 +41,8 @@ class _OnPlanes(KernelFamily):
         """Whether the machine code runs on an input."""
         return x.is_cpu and self.unavailable(x.device, x.dtype) is None
 
-    def can_join(self, operation: Operation, shape: Sequence[int]) -> bool:
-        return can_join(operation, shape)  # where there is no AVX-512, layers run one by one
+    def can_chain(self, operation: Operation, shape: Sequence[int]) -> bool:
+        return can_chain(operation, shape)  # where there is no AVX-512, layers run one by one
 
     def run_chain(
         self, inputs: Sequence[Tensor], packed: Sequence[Tensor], chain: ChainDescription
