@@ -97,7 +97,9 @@ def ran_out_of_memory(error: Exception) -> bool:
 
     >>> ran_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
     True
+    >>> ran_out_of_memory(RuntimeError("CUDA error: out of memory"))
+    True
     >>> ran_out_of_memory(RuntimeError("CUDA error: an illegal memory access was encountered"))
     False
     """
-    return isinstance(error, torch.OutOfMemoryError) or "ALLOC" in str(error)
+    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in ("ALLOC", "out of memory"))
