@@ -22,7 +22,7 @@ from halve.modules import clone
 
 BOUNDED = (
     "convolutions, Linear, BatchNorm, LayerNorm, sums, factors, ReLU, ReLU6, GELU, SiLU, sigmoid, tanh, average and "
-    "max pooling, slicing, zero padding, concatenation and reshaping"
+    "max pooling, slicing, padding, concatenation and reshaping"
 )
 _ATEN = torch.ops.aten
 
@@ -211,7 +211,12 @@ def _function(target: Any, terms: Callable[[torch.Size, Sequence[Any]], int] | N
         probe = run(_zeros(2, *x.shape))
         if probe.shape[:1] != (2,) or probe.dtype != torch.float64 or bool(probe.any()):
             return None  # moves images between each other, changes the dtype, or pads with other values than 0
-        return builder._add(ops.Function(run, 0 if terms is None else terms(x.shape, rest)), x)
+        if terms is not None:
+            return builder._add(ops.Function(run, terms(x.shape, rest)), x)
+        moved = ops.Function(run, 0)
+        reads = int(moved.transpose(torch.ones_like(probe[:1]), x.shape).max())
+        # what reads a value more than once, as reflecting padding does, has a transpose that adds up
+        return builder._add(moved if reads <= 1 else ops.Function(run, reads), x)
 
     return rule
 
