@@ -12,7 +12,7 @@ import halve
 from benchmarks.soundness import JOINT, joint_cases, started
 from halve.certify.attack import attack_lead
 from halve.certify.digests import digest_of_bounds
-from halve.certify.joint import JointBounds, SharedUpdate, shared_updates, side_by_side
+from halve.certify.joint import JointBounds, SharedLoss, shared_updates, side_by_side
 from halve.certify.network import network_of
 from halve.certify.proofs import Proof
 from halve.certify.reuse import weight_units
@@ -40,13 +40,13 @@ def test_no_update_breaks_the_bounds_of_both_networks(seed):
 
 def test_a_wrong_bound_would_be_noticed(monkeypatch):
     """If only the layers of the masked network counted, the bounds would be wrong."""
-    whole = SharedUpdate.loss
+    whole = SharedLoss.loss
 
     def only_masked(self, layer, rows, inputs, owners):
         found = whole(self, layer, rows, inputs, owners)
-        return found if any(layer is one for one in self.masked) else torch.zeros_like(found)
+        return found if any(layer is one for one in self.update.masked) else torch.zeros_like(found)
 
-    monkeypatch.setattr(SharedUpdate, "loss", only_masked)
+    monkeypatch.setattr(SharedLoss, "loss", only_masked)
     assert any(case.broken for case in joint_cases(3, 8))
 
 
