@@ -5,7 +5,7 @@ Images are taken one by one, on a GPU a few at a time; Ctrl-C keeps those that a
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,7 +16,10 @@ from torch import Tensor, nn
 from halve.batches import Progress, images_of, iterate, tracked
 from halve.certify.crown import TOLERANCE
 from halve.certify.digests import ImageDigest
+from halve.certify.margins import Margin, proven_margins
 from halve.certify.network import Network, network_of
+from halve.certify.operators import Change
+from halve.certify.rounding import Interval
 from halve.errors import DataError, ModelError
 from halve.learn.frozen import device_of
 
@@ -122,6 +125,7 @@ class Pair:
         self._models = {"masked": masked.double().eval(), "dense": dense.double().eval()}
         self._shape: torch.Size | None = None
         self._networks: dict[str, Network] = {}
+        self.classes = 0  # of the last image that was seen
 
     def __getitem__(self, name: str) -> Network:
         if name not in self._networks:
@@ -145,8 +149,40 @@ class Pair:
             raise DataError("the network returned NaN or infinity: check the images and the weights")
         if any(score.dim() != 1 or len(score) < 2 for score in scores.values()):
             raise ModelError("bounds need class scores (images, classes)")
-        label = int(scores["dense"].argmax())
+        self.classes, label = len(scores["dense"]), int(scores["dense"].argmax())
         return label, int(scores["masked"].argmax()) == label
+
+    def margins(
+        self,
+        names: Sequence[str],
+        box: Interval,
+        changes: Callable[[str], Mapping[str, Change]],
+        labels: Sequence[int],
+        optimise: bool,
+        branches: int,
+    ) -> list[Margin]:
+        """The smallest margins of the networks, one per image. Where one is not positive, the next is not bounded.
+
+        Args:
+            names: The networks.
+            box: The inputs, (images, ...).
+            changes: How the weights of a network may change, by layer.
+            labels: The class of each image.
+            optimise: Whether to optimise slopes.
+            branches: Into how many parts to divide the proof of a margin, at most.
+        """
+        found = [Margin(math.inf, "")] * len(labels)
+        for name in names:
+            left = [i for i, one in enumerate(found) if one.bound > 0]
+            if not left:
+                break
+            index = torch.tensor(left, device=box.low.device)
+            some = {layer: change.only(index) for layer, change in changes(name).items()}
+            near, classes = Interval(box.low[index], box.high[index]), [labels[i] for i in left]
+            bounds = proven_margins(self[name], near, some, classes, optimise, branches)
+            for i, one in zip(left, bounds, strict=True):
+                found[i] = Margin(min(found[i].bound, one.bound), found[i].assumed or one.assumed)
+        return found
 
 
 Prover = Callable[[Tensor, Sequence[int]], list[Proof]]
