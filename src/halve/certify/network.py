@@ -181,6 +181,8 @@ class _Builder:
     def layer_name(self, weight: Any) -> str:
         """The name of the layer that a weight argument belongs to."""
         name = self._names.get(weight, "")
+        if name == "weight":  # the network itself is a layer
+            return ""
         return name.removesuffix(".weight") if name.endswith(".weight") else name or self._module
 
 

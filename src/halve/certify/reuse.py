@@ -28,9 +28,9 @@ from halve.certify.margins import Margin
 from halve.certify.operators import Change
 from halve.certify.proofs import EXACT, Pair, Proof, Proofs, described, prove
 from halve.certify.rounding import Interval
-from halve.errors import OptionError, listed
+from halve.errors import ModelError, OptionError, listed
 from halve.masks.mask import MaskSet
-from halve.modules import kind_of, weight_of
+from halve.modules import kind_of, weight_name, weight_of
 
 FIRST, PRECISION = 1e-3, 0.05  # where the search for a radius starts, and how exact it is
 _SMALLEST, _LARGEST = 1e-12, 1e3
@@ -100,7 +100,7 @@ class _Prover:
     def __init__(
         self, masked: nn.Module, dense: nn.Module, masks: MaskSet, update: Update, optimise: bool, branches: int
     ) -> None:
-        self._units = weight_units(dense, masks, update.relative)
+        self._units, self._dense = weight_units(dense, masks, update.relative), dense
         self.pair, self._masks, self._update = Pair(masked, dense), masks, update
         self._optimise, self._branches = optimise, branches
         self._first = FIRST  # where the next search for a radius starts
@@ -121,7 +121,17 @@ class _Prover:
     @functools.cached_property
     def _names(self) -> list[str]:
         """The layers that are updated."""
-        return chosen(list(self.pair["masked"].layers), self._update.layers)
+        names = chosen(list(self.pair["masked"].layers), self._update.layers)
+        if others := [name for name in names if name not in self._units["dense"]]:
+            known = dict(self._dense.named_parameters())
+            weights = [name if name in known else weight_name(name) for name in others]
+            rest = [name for name in names if name not in others]
+            advice = f"pass layers= with those that are updated, of {listed(rest)}; or " if rest else ""
+            raise ModelError(
+                f"certify bounds updates of the weights of convolutions and Linear layers, but {listed(weights)} "
+                f"belongs to none: {advice}make it the weight of an nn.Linear"
+            )
+        return names
 
     def _margins(self, images: Tensor, labels: Sequence[int], sizes: Sequence[float]) -> list[Margin]:
         """The smallest margins of the networks for updates of these sizes."""
