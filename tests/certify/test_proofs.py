@@ -251,3 +251,34 @@ def test_a_weight_of_no_layer_is_an_error_that_names_it_unless_it_stays():
     with pytest.raises(ModelError, match=r"but w belongs to none: pass layers= .* of first; or make"):
         halve.certify(model, masks, x, reuse=1e-3, progress=False)
     assert halve.certify(model, masks, x, reuse=1e-9, layers="first", progress=False).result["images"] == 2
+
+
+class Standardised(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight / self.weight.norm(), self.bias)
+
+
+class Transposed(nn.Linear):
+    """Uses its weight a second time, transposed."""
+
+    def forward(self, x):
+        return nn.functional.linear(super().forward(x).relu(), self.weight.t())
+
+
+@pytest.mark.parametrize("kind", [Standardised, Transposed])
+def test_updates_of_weights_from_which_something_else_is_computed_are_refused(kind):
+    """Bounds take what is computed from weights alone as constant."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), kind(8, 8), nn.Linear(8, 3)).eval(), torch.randn(2, 8)
+    masks = halve.prune(model, include=["0"])
+    with pytest.raises(ModelError, match=r"also computes something else from 2\.weight: leave these layers out"):
+        halve.certify(model, masks, x, reuse=1e-3, progress=False)
+    assert halve.certify(model, masks, x, reuse=1e-9, layers=["0", "3"], progress=False).result["images"] == 2
+
+
+def test_updates_of_effective_weights_are_certified():
+    torch.manual_seed(0)
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+    model, x = nn.Sequential(normed, nn.ReLU(), nn.Linear(8, 3)).eval(), torch.randn(2, 8)
+    found = halve.certify(model, halve.prune(model), x, reuse=1e-9, also_dense=True, progress=False).result
+    assert found["certified"] == found["agree"]

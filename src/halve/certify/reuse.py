@@ -121,7 +121,9 @@ class _Prover:
     @functools.cached_property
     def _names(self) -> list[str]:
         """The layers that are updated."""
-        names = chosen(list(self.pair["masked"].layers), self._update.layers)
+        network = self.pair["masked"]
+        names = chosen(list(network.layers), self._update.layers)
+        network.check_changes(names)
         if others := [name for name in names if name not in self._units["dense"]]:
             known = dict(self._dense.named_parameters())
             weights = [name if name in known else weight_name(name) for name in others]
