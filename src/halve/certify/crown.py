@@ -55,13 +55,14 @@ class Bounds:
     values: list[Interval] = field(default_factory=list, init=False)
     fixed: list[bool] = field(default_factory=list, init=False)
     overflow: Tensor = field(init=False)  # images whose values exceed `LARGEST`: nothing is proven for them
-    assumed: list[str] = field(init=False)  # per image, the module from which on rounding before changes is assumed
+    assumed: list[frozenset[str]] = field(init=False)  # per image, the modules from which on rounding is assumed
+    _taken: list[Tensor] = field(default_factory=list, init=False)  # per node, for which images it is assumed
     _operators: list[Operator | None] = field(init=False)  # of all nodes, with the changes
 
     def __post_init__(self) -> None:
         self._deadline = time.monotonic() + self.seconds
         self.overflow = torch.zeros(len(self.box.low), dtype=torch.bool, device=self.box.low.device)
-        self.assumed = [""] * len(self.box.low)
+        self.assumed = [frozenset()] * len(self.box.low)
         nodes = self.network.nodes
         readers = {node.inputs[0]: node.operator for node in nodes if node.operator and node.operator.relaxes}
         self._operators = self._changed(self.changes)
@@ -69,6 +70,7 @@ class Bounds:
             for place, node in enumerate(nodes):
                 if node.operator is None:
                     self.values.append(self.box)
+                    self._taken.append(torch.zeros_like(self.overflow))
                     self.fixed.append(bool((self.box.low == self.box.high).all()))
                     continue
                 changed = isinstance(self._operators[place], Changed)
@@ -89,7 +91,8 @@ class Bounds:
         """The interval of a node from those of its inputs.
 
         Intervals of rounding errors grow from layer to layer, although the errors do not. What no change reaches is
-        therefore taken as float64 arithmetic computes it, within a tolerance, as soon as its interval is wider.
+        therefore taken as float64 arithmetic computes it, within a tolerance, as soon as its interval is wider; so is
+        what is computed from it, but nothing beside it.
         """
         node, operator = self.network.nodes[place], self._operators[place]
         assert operator is not None
@@ -99,13 +102,16 @@ class Bounds:
             before = self.known[place]
             low = torch.maximum(found.low, before.low)
             found = Interval(low, torch.maximum(low, torch.minimum(found.high, before.high)))
+        inherited = torch.stack([self._taken[i] for i in node.inputs]).any(0)
         if not self.fixed[place]:
+            self._taken.append(inherited)
             return found
         over = tuple(range(1, found.low.dim()))
         wide = (found.radius > TOLERANCE * found.magnitude.amax(over, keepdim=True)).flatten(1).any(1)
-        for image in wide.nonzero()[:, 0].tolist():
-            self.assumed[image] = self.assumed[image] or node.module or "the network itself"
-        assumed = torch.tensor([bool(module) for module in self.assumed], device=wide.device)
+        for image in (wide & ~inherited).nonzero()[:, 0].tolist():
+            self.assumed[image] |= {node.module or "the network itself"}
+        assumed = wide | inherited
+        self._taken.append(assumed)
         if not bool(assumed.any()):
             return found
         value = operator.value([x.center for x in inputs])

@@ -41,7 +41,7 @@ class Proof:
             another class.
         radius: The largest change for which the proof holds, if it was searched.
         agree: Whether the masked network predicts the same class for the image itself.
-        assumed: The module up to which rounding is assumed instead of bounded, if any.
+        assumed: The modules from which on rounding is assumed instead of bounded, if any.
         lead: An upper bound of the margin of the updated dense network where the masked one predicts another class, if
             that was asked for; 0 if it never does.
     """
@@ -50,7 +50,7 @@ class Proof:
     margin: float | None
     agree: bool
     radius: float | None = None
-    assumed: str = ""
+    assumed: frozenset[str] = frozenset()
     lead: float | None = None
 
     @property
@@ -85,7 +85,7 @@ class Proofs:
     @property
     def assumptions(self) -> tuple[str, ...]:
         """What is assumed of layers that no change reaches."""
-        modules = sorted({proof.assumed for proof in self.found if proof.assumed})
+        modules = sorted({module for proof in self.found for module in proof.assumed})
         if not modules:
             return ()
         return (
@@ -171,7 +171,7 @@ class Pair:
             optimise: Whether to optimise slopes.
             branches: Into how many parts to divide the proof of a margin, at most.
         """
-        found = [Margin(math.inf, "")] * len(labels)
+        found = [Margin(math.inf)] * len(labels)
         for name in names:
             left = [i for i, one in enumerate(found) if one.bound > 0]
             if not left:
@@ -181,7 +181,7 @@ class Pair:
             near, classes = Interval(box.low[index], box.high[index]), [labels[i] for i in left]
             bounds = proven_margins(self[name], near, some, classes, optimise, branches)
             for i, one in zip(left, bounds, strict=True):
-                found[i] = Margin(min(found[i].bound, one.bound), found[i].assumed or one.assumed)
+                found[i] = Margin(min(found[i].bound, one.bound), found[i].assumed | one.assumed)
         return found
 
 

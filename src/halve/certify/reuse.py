@@ -157,7 +157,7 @@ class _Prover:
         changes = shared_updates(networks[1], self._masks, self._units["dense"], self._names, size)
         lead, assumed = proven_lead(networks, image, changes, kept.label, self._optimise)
         lead = 0.0 if lead < 0 else max(lead, _SMALLEST_LEAD)
-        return dataclasses.replace(kept, lead=lead, assumed=kept.assumed or assumed)
+        return dataclasses.replace(kept, lead=lead, assumed=kept.assumed | assumed)
 
     def _radii(self, images: Tensor, labels: Sequence[int]) -> list[Proof]:
         """The largest updates for which images keep their classes."""
@@ -171,8 +171,9 @@ class _Prover:
 
         proofs = []
         for label, tried, radius in zip(labels, seen, largest(hold, [self._first] * len(labels)), strict=True):
-            best = tried[radius] if radius else max(tried.values())
-            proofs.append(Proof(label, best.bound, agree=True, radius=radius, assumed=best.assumed if radius else ""))
+            best = tried[radius] if radius else max(tried.values(), key=lambda one: one.bound)
+            assumed = best.assumed if radius else frozenset()
+            proofs.append(Proof(label, best.bound, agree=True, radius=radius, assumed=assumed))
         self._first = next((proof.radius for proof in reversed(proofs) if proof.radius), self._first)
         return proofs
 
