@@ -17,8 +17,7 @@ from halve.certify import operators as ops
 from halve.certify.rounding import Interval, check_products
 from halve.errors import ModelError, listed
 from halve.graph import Part, capture
-from halve.learn.frozen import device_of
-from halve.modules import clone, weight_name
+from halve.modules import clone, device_of, weight_name
 
 BOUNDED = (
     "convolutions, Linear, BatchNorm, LayerNorm, sums, factors, ReLU, ReLU6, GELU, SiLU, sigmoid, tanh, average and "

@@ -21,7 +21,7 @@ from halve.certify.network import Network, network_of
 from halve.certify.operators import Change
 from halve.certify.rounding import Interval
 from halve.errors import DataError, ModelError
-from halve.learn.frozen import device_of
+from halve.modules import device_of
 
 _AT_ONCE = 30_000  # values of the largest node of all images that are taken together on a GPU
 EXACT = (
