@@ -118,6 +118,23 @@ def test_convolutions_are_bounded_with_every_padding(mode):
     assert bound <= attack_input(model, near, label) < exact
 
 
+class Detached(nn.Module):
+    def forward(self, x):
+        return 2 * x.detach()
+
+
+def test_what_is_detached_counts():
+    """Functions are transposed by their derivative, which detached values do not have."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Detached(), nn.ReLU(), nn.Linear(4, 3)).double().requires_grad_(False)
+    x = torch.randn(1, 4, dtype=torch.float64)
+    label, near = int(model(x).argmax()), around(x, torch.full_like(x, 0.1))
+    [bound] = Bounds(network_of(model, x), near).margins([label])
+    share = torch.rand(2000, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    least = margin_of(model(near.low + (near.high - near.low) * share.round()), label).min()
+    assert bound <= float(least) < float(margin_of(model(x)[0], label))
+
+
 def test_intervals_suffice_to_exclude_all_of_many_classes():
     layer = nn.Linear(4, 50).double()
     with torch.no_grad():

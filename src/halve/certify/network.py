@@ -223,15 +223,20 @@ def _function(target: Any, terms: Callable[[torch.Size, Sequence[Any]], int] | N
         def run(batch: Tensor) -> Tensor:
             return target(batch, *_sized(rest, len(batch)), **_sized(options, len(batch)))  # type: ignore[no-any-return]
 
-        probe = run(_zeros(2, *x.shape))
-        if probe.shape[:1] != (2,) or probe.dtype != torch.float64 or bool(probe.any()):
-            return None  # moves images between each other, changes the dtype, or pads with other values than 0
+        ones = _zeros(1, *x.shape) + 1
+        alone, probe = run(ones), run(torch.cat([0 * ones, ones]))
+        if probe.shape != (2, *alone.shape[1:]) or probe.dtype != torch.float64:
+            return None  # moves images between each other, or changes the dtype
+        if bool(probe[0].any()) or not torch.allclose(probe[1], alone[0]):
+            return None  # pads with other values than 0, or mixes images
+        reads = ops.Function(run, 0).transpose(torch.ones_like(alone), x.shape)
+        if not torch.allclose(reads.sum(), alone.sum(), rtol=1e-9):
+            return None  # its derivative, which is how it is transposed, leaves something out
         if terms is not None:
             return builder._add(ops.Function(run, terms(x.shape, rest)), x)
-        moved = ops.Function(run, 0)
-        reads = int(moved.transpose(torch.ones_like(probe[:1]), x.shape).max())
         # what reads a value more than once, as reflecting padding does, has a transpose that adds up
-        return builder._add(moved if reads <= 1 else ops.Function(run, reads), x)
+        most = int(reads.max())
+        return builder._add(ops.Function(run, most if most > 1 else 0), x)
 
     return rule
 
@@ -399,7 +404,7 @@ _MOVES = (
     ),
     *(_ATEN.transpose.int, _ATEN.flatten.using_ints, _ATEN.unsqueeze.default, _ATEN.squeeze.dim, _ATEN.squeeze.dims),
     *(_ATEN.slice.Tensor, _ATEN.select.int, _ATEN.pad.default, _ATEN.constant_pad_nd.default, _ATEN.alias.default),
-    *(_ATEN.contiguous.default, _ATEN.detach.default, _ATEN._to_copy.default),
+    *(_ATEN.contiguous.default, _ATEN._to_copy.default),
 )
 _AVERAGES = (  # these, or their transposes, add up
     *(_ATEN.expand.default, _ATEN.mean.dim, _ATEN.sum.dim_IntList, _ATEN.avg_pool1d.default, _ATEN.avg_pool2d.default),
@@ -410,6 +415,7 @@ _LAYERS = (*_CONVOLUTIONS, _ATEN.linear.default)
 RULES: dict[Any, Rule] = {
     **{target: _function(target) for target in _MOVES},
     **{target: _function(target, _all) for target in _AVERAGES},
+    _ATEN.detach.default: _function(_ATEN.alias.default),  # which has a derivative
     **dict.fromkeys(_CONVOLUTIONS, _convolution),
     _ATEN.linear.default: _linear,
     _ATEN._native_batch_norm_legit_no_training.default: _batch_norm,
