@@ -102,39 +102,48 @@ def activation(rng: random.Random) -> nn.Module:
     )
 
 
-def block(rng: random.Random, channels: int) -> tuple[nn.Module, int]:
-    """A block and its number of output channels, for 6x6 inputs that stay 6x6."""
+def padding_mode(rng: random.Random) -> str:
+    return rng.choice(["zeros", "zeros", "reflect", "replicate", "circular"])
+
+
+def block(rng: random.Random, channels: int, mode: str) -> tuple[nn.Module, int]:
+    """A block and its number of output channels, for 6x6 inputs that stay 6x6; `mode` is that of the padding."""
     kind = rng.randrange(4)
     if kind == 0:
         out = rng.choice([4, 8])
         groups = rng.choice([1, 2])
         kernel = rng.choice([1, 3])
-        conv = nn.Conv2d(channels, out, kernel, padding=kernel // 2, groups=groups, bias=rng.random() < 0.5)
+        options = {"padding": kernel // 2, "padding_mode": mode, "groups": groups}
+        conv = nn.Conv2d(channels, out, kernel, **options, bias=rng.random() < 0.5)
         return nn.Sequential(conv, norm(rng, out), activation(rng)), out
     if kind == 1:
-        inner = nn.Sequential(
-            nn.Conv2d(channels, channels, 3, padding=1, groups=channels), norm(rng, channels), activation(rng)
-        )
+        depthwise = nn.Conv2d(channels, channels, 3, padding=1, padding_mode=mode, groups=channels)
+        inner = nn.Sequential(depthwise, norm(rng, channels), activation(rng))
         return Scaled(inner, channels), channels
     if kind == 2:
-        conv = nn.Sequential(nn.Conv2d(channels, channels, 3, padding=1), norm(rng, channels))
+        square = nn.Conv2d(channels, channels, 3, padding=1, padding_mode=mode)
+        conv = nn.Sequential(square, norm(rng, channels))
         return nn.Sequential(Scaled(conv, channels), nn.ReLU()), channels
     return Joined(nn.Conv2d(channels, 4, 1), nn.Sequential(nn.Conv2d(channels, 4, 1), activation(rng))), 8
 
 
 def network(seed: int) -> nn.Sequential:
     """A network for inputs (4, 6, 6) with 3 classes, in float64."""
-    rng = random.Random(seed)
+    rng, paddings = random.Random(seed), random.Random(f"paddings {seed}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         channels, parts = 4, []
         for _ in range(rng.choice([1, 2, 3])):
-            part, channels = block(rng, channels)
+            part, channels = block(rng, channels, padding_mode(paddings))
             parts.append(part)
         if rng.random() < 0.4:
-            down = nn.Sequential(nn.Conv2d(channels, channels + 4, 3, 2, 1), norm(rng, channels + 4))
+            half = nn.Conv2d(channels, channels + 4, 3, 2, 1, padding_mode=padding_mode(paddings))
+            down = nn.Sequential(half, norm(rng, channels + 4))
             parts.append(Shortcut(down, 2))
             channels += 4
+        if paddings.random() < 0.2:
+            pads = [nn.ReflectionPad2d((2, 1, 0, 2)), nn.ReplicationPad2d((0, 3, 1, 2)), nn.CircularPad2d((1, 2, 2, 0))]
+            parts.append(paddings.choice(pads))
         pools = [
             nn.MaxPool2d(2),
             nn.MaxPool2d(3, 2, 1),

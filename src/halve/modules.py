@@ -46,6 +46,15 @@ def unwrapped(model: nn.Module) -> nn.Module:
             return model
 
 
+def device_of(model: nn.Module) -> torch.device:
+    """The device of the model's parameters; the CPU if it has none.
+
+    >>> device_of(nn.Linear(2, 2, device="meta")), device_of(nn.ReLU())
+    (device(type='meta'), device(type='cpu'))
+    """
+    return next((p.device for p in model.parameters()), torch.device("cpu"))
+
+
 def kind_of(module: nn.Module) -> Kind | None:
     """'linear', 'conv' or 'conv_transpose'; None for any other module.
 

@@ -91,6 +91,50 @@ def test_rounding_is_part_of_the_bound():
         assert float(bounds.lower(torch.tensor([[-1.0, 0.0]], dtype=torch.float64))) <= -1
 
 
+@pytest.mark.parametrize("pad", [nn.ReflectionPad1d(2), nn.ReplicationPad1d(2), nn.CircularPad1d(3)])
+def test_padding_that_repeats_values_rounds_when_coefficients_add_up(pad):
+    """In float64 the coefficients of the value that is repeated add up to 0, but their sum is 1."""
+    ones = torch.ones(1, 1, 3, dtype=torch.float64)
+    copies = pad(torch.arange(3.0)[None, None])[0, 0].long()
+    places = (copies == copies.bincount().argmax()).nonzero()[:3, 0]
+    rows = torch.zeros(1, len(copies), dtype=torch.float64)
+    rows[0, places] = torch.tensor([1e17, 1.0, -1e17], dtype=torch.float64)
+    bounds = Bounds(network_of(nn.Sequential(pad, nn.Flatten()), ones), around(ones, torch.full_like(ones, 1e-300)))
+    assert float(bounds.lower(rows)) <= 1
+    assert float(bounds.lower(-rows)) <= -1
+
+
+@pytest.mark.parametrize("mode", ["zeros", "reflect", "replicate", "circular"])
+def test_convolutions_are_bounded_with_every_padding(mode):
+    torch.manual_seed(0)
+    conv = nn.Conv2d(2, 3, 3, padding=2, padding_mode=mode)
+    model = nn.Sequential(conv, nn.ReLU(), nn.Flatten(), nn.Linear(108, 3)).double().requires_grad_(False)
+    x = torch.randn(1, 2, 4, 4, dtype=torch.float64)
+    label, captured = int(model(x).argmax()), network_of(model, x)
+    exact = float(margin_of(model(x)[0], label))
+    assert exact - 1e-9 <= Bounds(captured, Interval(x, x)).margins([label])[0] <= exact
+    near = around(x, torch.full_like(x, 0.01))
+    [bound] = Bounds(captured, near).margins([label])
+    assert bound <= attack_input(model, near, label) < exact
+
+
+class Detached(nn.Module):
+    def forward(self, x):
+        return 2 * x.detach()
+
+
+def test_what_is_detached_counts():
+    """Functions are transposed by their derivative, which detached values do not have."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), Detached(), nn.ReLU(), nn.Linear(4, 3)).double().requires_grad_(False)
+    x = torch.randn(1, 4, dtype=torch.float64)
+    label, near = int(model(x).argmax()), around(x, torch.full_like(x, 0.1))
+    [bound] = Bounds(network_of(model, x), near).margins([label])
+    share = torch.rand(2000, 4, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    least = margin_of(model(near.low + (near.high - near.low) * share.round()), label).min()
+    assert bound <= float(least) < float(margin_of(model(x)[0], label))
+
+
 def test_intervals_suffice_to_exclude_all_of_many_classes():
     layer = nn.Linear(4, 50).double()
     with torch.no_grad():

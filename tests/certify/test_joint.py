@@ -11,8 +11,10 @@ from torch import nn
 import halve
 from benchmarks.soundness import JOINT, joint_cases, started
 from halve.certify.attack import attack_lead
+from halve.certify.changes import WeightBox
+from halve.certify.crown import Bounds
 from halve.certify.digests import digest_of_bounds
-from halve.certify.joint import JointBounds, SharedUpdate, shared_updates, side_by_side
+from halve.certify.joint import JointBounds, SharedLoss, shared_updates, side_by_side
 from halve.certify.network import network_of
 from halve.certify.proofs import Proof
 from halve.certify.reuse import weight_units
@@ -40,13 +42,13 @@ def test_no_update_breaks_the_bounds_of_both_networks(seed):
 
 def test_a_wrong_bound_would_be_noticed(monkeypatch):
     """If only the layers of the masked network counted, the bounds would be wrong."""
-    whole = SharedUpdate.loss
+    whole = SharedLoss.loss
 
     def only_masked(self, layer, rows, inputs, owners):
         found = whole(self, layer, rows, inputs, owners)
-        return found if any(layer is one for one in self.masked) else torch.zeros_like(found)
+        return found if any(layer is one for one in self.update.masked) else torch.zeros_like(found)
 
-    monkeypatch.setattr(SharedUpdate, "loss", only_masked)
+    monkeypatch.setattr(SharedLoss, "loss", only_masked)
     assert any(case.broken for case in joint_cases(3, 8))
 
 
@@ -99,6 +101,25 @@ def test_a_layer_that_is_called_twice_has_one_update():
     same = joined(once.requires_grad_(False), halve.prune(once), x, 1e-3, ["0"])
     row = torch.tensor([[1.0, -1.0, 0.0, 0.5, -0.5, 0.0]], dtype=torch.float64)
     assert float(bounds.lower(row)) == pytest.approx(float(same.lower(row)), abs=1e-9)
+
+
+def test_rounding_is_assumed_in_each_network_from_its_own_module_on():
+    """What the dense network assumes before the changed layer says nothing of the first layers of the masked one."""
+    torch.manual_seed(0)
+    dense = nn.Sequential(*(nn.Linear(64, 64) for _ in range(12)), nn.Linear(64, 3)).double().requires_grad_(False)
+    masks, x = halve.prune(dense), torch.randn(64).double()
+    bounds = joined(dense, masks, x, 1e-3, ["12"])
+    captured = [network_of(one, x[None]) for one in (dense, halve.apply(dense, masks))]
+    alone = [
+        Bounds(one, Interval(x[None], x[None]), {"12": WeightBox(1e-3 * dense[12].weight.abs())}) for one in captured
+    ]
+    assert all(one.assumed[0] and "0" not in one.assumed[0] for one in alone)
+    assert bounds.assumed[0] == alone[0].assumed[0] | alone[1].assumed[0]
+    before = [*alone[0].values[:-1], *alone[1].values[1:-1]]
+    count = len(captured[0].nodes)
+    for one, same in zip([*bounds.values[: count - 1], *bounds.values[count:-2]], before, strict=True):
+        assert torch.equal(one.low, same.low)
+        assert torch.equal(one.high, same.high)
 
 
 def test_several_images_have_the_bounds_of_each(model, masks, pictures):

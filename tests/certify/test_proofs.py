@@ -1,3 +1,5 @@
+import copy
+
 import pytest
 import torch
 from torch import nn
@@ -211,3 +213,72 @@ def test_an_attack_makes_networks_differ_just_above_what_flips_neither(model, ma
     assert attacked(1.05 * radius) == (True, True)
     proven = halve.certify(model, masks, pictures[:1], reuse="radius", also_dense=True).result["median_radius"]
     assert 0 < proven <= radius
+
+
+def test_a_network_that_is_one_layer_is_certified():
+    torch.manual_seed(0)
+    model, x = nn.Linear(8, 3), torch.randn(6, 8)
+    masks, dense = halve.prune(model, also="*"), copy.deepcopy(model).double()
+    radii = {"": 1e-3 * weight_units(model, masks, True)["dense"][""]}
+    found = halve.certify(model, masks, x, reuse=1e-3, also_dense=True, progress=False).result
+    assert found["certified"] == found["agree"] > 0
+    for image, one in zip(x.double(), found["per_image"], strict=True):
+        if one["agree"]:
+            assert 0 < one["margin"] <= attack_weights(dense, image, one["class"], radii)
+    radius = halve.certify(model, masks, x, reuse="radius", progress=False).result["smallest_radius"]
+    assert radius > 0
+    blocks = halve.certify(model, masks, x, changed_blocks=1, progress=False).result
+    agreeing = [one for one in blocks["per_image"] if one["agree"]]
+    for one, needed in zip(agreeing, blocks["attack_blocks"], strict=True):
+        assert not one["certified"] or needed is None or needed > 1
+
+
+class Raw(nn.Module):
+    """A layer, and a parameter that is used as a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.w = nn.Linear(8, 8), nn.Parameter(torch.randn(4, 8))
+
+    def forward(self, x):
+        return nn.functional.linear(self.first(x).relu(), self.w)
+
+
+def test_a_weight_of_no_layer_is_an_error_that_names_it_unless_it_stays():
+    torch.manual_seed(0)
+    model, x = Raw().eval(), torch.randn(2, 8)
+    masks = halve.prune(model)
+    with pytest.raises(ModelError, match=r"but w belongs to none: pass layers= .* of first; or make"):
+        halve.certify(model, masks, x, reuse=1e-3, progress=False)
+    assert halve.certify(model, masks, x, reuse=1e-9, layers="first", progress=False).result["images"] == 2
+
+
+class Standardised(nn.Linear):
+    def forward(self, x):
+        return nn.functional.linear(x, self.weight / self.weight.norm(), self.bias)
+
+
+class Transposed(nn.Linear):
+    """Uses its weight a second time, transposed."""
+
+    def forward(self, x):
+        return nn.functional.linear(super().forward(x).relu(), self.weight.t())
+
+
+@pytest.mark.parametrize("kind", [Standardised, Transposed])
+def test_updates_of_weights_from_which_something_else_is_computed_are_refused(kind):
+    """Bounds take what is computed from weights alone as constant."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), kind(8, 8), nn.Linear(8, 3)).eval(), torch.randn(2, 8)
+    masks = halve.prune(model, include=["0"])
+    with pytest.raises(ModelError, match=r"also computes something else from 2\.weight: leave these layers out"):
+        halve.certify(model, masks, x, reuse=1e-3, progress=False)
+    assert halve.certify(model, masks, x, reuse=1e-9, layers=["0", "3"], progress=False).result["images"] == 2
+
+
+def test_updates_of_effective_weights_are_certified():
+    torch.manual_seed(0)
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(8, 8))
+    model, x = nn.Sequential(normed, nn.ReLU(), nn.Linear(8, 3)).eval(), torch.randn(2, 8)
+    found = halve.certify(model, halve.prune(model), x, reuse=1e-9, also_dense=True, progress=False).result
+    assert found["certified"] == found["agree"]

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
 
-from halve.learn.frozen import FrozenNorm, device_of, frozen
+from halve.learn.frozen import FrozenNorm, frozen
 from halve.select.select import select
 from tests.random_masks import random
 from tests.tiny import convnet, images
@@ -140,8 +140,3 @@ def test_the_copy_keeps_the_models_hooks():
     model[3].register_forward_hook(lambda *_: calls.append(1))
     frozen(model, select(model).masked)(images(2))
     assert calls == [1]
-
-
-def test_the_device_is_that_of_the_parameters():
-    assert device_of(nn.Linear(2, 2, device="meta")).type == "meta"
-    assert device_of(nn.ReLU()).type == "cpu"

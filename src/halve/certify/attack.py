@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from halve.certify.rounding import Interval
 from halve.masks.mask import MaskSet
+from halve.modules import weight_name
 
 _STEPS, _STARTS = 20, 2
 _MOST_BLOCKS = 4096  # of a layer, at a time
@@ -155,7 +156,7 @@ def _updates_of_both(
 def _moved(model: nn.Module, moved: Mapping[str, Tensor], image: Tensor) -> Tensor:
     """The scores of a network whose weights have moved."""
     parameters = dict(model.named_parameters())
-    weights = {f"{name}.weight": parameters[f"{name}.weight"].detach() + change for name, change in moved.items()}
+    weights = {weight_name(name): parameters[weight_name(name)].detach() + change for name, change in moved.items()}
     return torch.func.functional_call(model, weights, (image[None],))[0]  # type: ignore[no-any-return]
 
 
@@ -199,9 +200,9 @@ def attack_masks(model: nn.Module, dense: nn.Module, masks: MaskSet, image: Tens
     def run(now: Mapping[str, Tensor]) -> tuple[float, dict[str, Tensor]]:
         """The margin, and its derivative by the weights."""
         used = {
-            f"{name}.weight": torch.where(masks[name].layout.from_blocks(now[name]), weights[name], 0.0).requires_grad_(
-                True
-            )
+            weight_name(name): torch.where(
+                masks[name].layout.from_blocks(now[name]), weights[name], 0.0
+            ).requires_grad_(True)
             for name in masks
         }
         with torch.enable_grad():

@@ -13,6 +13,7 @@ from halve.certify import flips
 from halve.certify.certificate import Certificate
 from halve.certify.digests import digest_of_masks, digest_of_model
 from halve.certify.region import region as certify_region
+from halve.certify.reuse import Update
 from halve.certify.reuse import reuse as certify_reuse
 from halve.certify.worst_mask import worst_mask as certify_worst_mask
 from halve.errors import CertificateError, OptionError, listed
@@ -188,8 +189,8 @@ def _proven(
     if options["changed_blocks"] is not None:
         return certify_worst_mask(masked, dense, masks, data, digests, blocks=options["changed_blocks"], **common)
     names = ("relative", "layers", "also_dense", "agreement")
-    update = {"update": options["reuse"]} | {key: options[key] for key in names}
-    return certify_reuse(masked, dense, masks, data, digests, **update, **common)
+    update = Update(options["reuse"], **{key: options[key] for key in names})
+    return certify_reuse(masked, dense, masks, data, digests, update=update, **common)
 
 
 def _options_of(claimed: Certificate, options: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from halve.certify.memory import coefficients, kept
 from halve.certify.network import Network
-from halve.certify.operators import Change, Layer, ReLU
+from halve.certify.operators import Change, Changed, Layer, Operator, ReLU
 from halve.certify.rounding import LARGEST, UNIT, Interval, Owners, around, dot, loss, per_row, total
 
 TOLERANCE = 1e-9  # of the largest value of a node
@@ -55,22 +55,25 @@ class Bounds:
     values: list[Interval] = field(default_factory=list, init=False)
     fixed: list[bool] = field(default_factory=list, init=False)
     overflow: Tensor = field(init=False)  # images whose values exceed `LARGEST`: nothing is proven for them
-    assumed: list[str] = field(init=False)  # per image, the module from which on rounding before changes is assumed
+    assumed: list[frozenset[str]] = field(init=False)  # per image, the modules from which on rounding is assumed
+    _taken: list[Tensor] = field(default_factory=list, init=False)  # per node, for which images it is assumed
+    _operators: list[Operator | None] = field(init=False)  # of all nodes, with the changes
 
     def __post_init__(self) -> None:
         self._deadline = time.monotonic() + self.seconds
         self.overflow = torch.zeros(len(self.box.low), dtype=torch.bool, device=self.box.low.device)
-        self.assumed = [""] * len(self.box.low)
+        self.assumed = [frozenset()] * len(self.box.low)
         nodes = self.network.nodes
         readers = {node.inputs[0]: node.operator for node in nodes if node.operator and node.operator.relaxes}
+        self._operators = self._changed(self.changes)
         with torch.no_grad():
             for place, node in enumerate(nodes):
                 if node.operator is None:
                     self.values.append(self.box)
+                    self._taken.append(torch.zeros_like(self.overflow))
                     self.fixed.append(bool((self.box.low == self.box.high).all()))
                     continue
-                self._set_change(node.operator)
-                changed = isinstance(node.operator, Layer) and node.operator.change is not None
+                changed = isinstance(self._operators[place], Changed)
                 self.fixed.append(not changed and all(self.fixed[i] for i in node.inputs))
                 self.values.append(self._finite(self._clipped(place, self._value(place))))
                 reader = readers.get(place)
@@ -88,26 +91,30 @@ class Bounds:
         """The interval of a node from those of its inputs.
 
         Intervals of rounding errors grow from layer to layer, although the errors do not. What no change reaches is
-        therefore taken as float64 arithmetic computes it, within a tolerance, as soon as its interval is wider.
+        therefore taken as float64 arithmetic computes it, within a tolerance, as soon as its interval is wider; so is
+        what is computed from it, but nothing beside it.
         """
-        node = self.network.nodes[place]
-        assert node.operator is not None
+        node, operator = self.network.nodes[place], self._operators[place]
+        assert operator is not None
         inputs = [self.values[i] for i in node.inputs]
-        found = node.operator.interval(inputs)
+        found = operator.interval(inputs)
         if self.known is not None and not self.fixed[place]:  # what is fixed says itself whether it is assumed
             before = self.known[place]
             low = torch.maximum(found.low, before.low)
             found = Interval(low, torch.maximum(low, torch.minimum(found.high, before.high)))
+        inherited = torch.stack([self._taken[i] for i in node.inputs]).any(0)
         if not self.fixed[place]:
+            self._taken.append(inherited)
             return found
         over = tuple(range(1, found.low.dim()))
         wide = (found.radius > TOLERANCE * found.magnitude.amax(over, keepdim=True)).flatten(1).any(1)
-        for image in wide.nonzero()[:, 0].tolist():
-            self.assumed[image] = self.assumed[image] or node.module or "the network itself"
-        assumed = torch.tensor([bool(module) for module in self.assumed], device=wide.device)
+        for image in (wide & ~inherited).nonzero()[:, 0].tolist():
+            self.assumed[image] |= {node.module or "the network itself"}
+        assumed = wide | inherited
+        self._taken.append(assumed)
         if not bool(assumed.any()):
             return found
-        value = node.operator.value([x.center for x in inputs])
+        value = operator.value([x.center for x in inputs])
         taken = around(value, TOLERANCE * value.abs().amax(over, keepdim=True))
         assumed = assumed.reshape(-1, *[1] * len(over))
         return Interval(torch.where(assumed, taken.low, found.low), torch.where(assumed, taken.high, found.high))
@@ -130,9 +137,19 @@ class Bounds:
         good = good.reshape(-1, *[1] * (value.low.dim() - 1))
         return Interval(torch.where(good, value.low, 0.0), torch.where(good, value.high, 0.0))
 
-    def _set_change(self, operator: object) -> None:
-        if isinstance(operator, Layer):
-            operator.change = self.changes.get(operator.name)
+    def _changed(self, changes: Mapping[str, Change]) -> list[Operator | None]:
+        """The operators of all nodes, with changes of layers by name."""
+        found: list[Operator | None] = []
+        for node in self.network.nodes:
+            operator = node.operator
+            if isinstance(operator, Layer) and operator.name in changes:
+                operator = Changed(operator, changes[operator.name])
+            found.append(operator)
+        return found
+
+    def _operators_from(self, place: int) -> Sequence[Operator | None]:
+        """The operators of all nodes, for one backward pass from a node."""
+        return self._operators
 
     def _tighten(self, place: int, wanted: Tensor, steps: int) -> None:
         """Replace the interval of a node by the intersection with bounds from backward passes."""
@@ -183,22 +200,21 @@ class Bounds:
         """
         nodes, place = self.network.nodes, place % len(self.network.nodes)
         waiting, constants = {place: rows}, [rows.new_zeros(len(rows))]
-        choices = choices or Choices({}, {})
+        operators, choices = self._operators_from(place), choices or Choices({}, {})
         for at in range(place, -1, -1):
             if at not in waiting:
                 continue
-            rows, node, value = waiting.pop(at), nodes[at], self.values[at]
+            rows, node, operator, value = waiting.pop(at), nodes[at], operators[at], self.values[at]
             if at in choices.multipliers:  # what is taken off is not negative where the split holds
                 rows = rows - per_row(self.splits[at], owners) * choices.multipliers[at].clamp(min=0)
                 constants.append(-loss(rows, value.magnitude * (2 * UNIT), owners))
-            if seen is not None and isinstance(node.operator, ReLU):
+            if seen is not None and isinstance(operator, ReLU):
                 seen[at] = rows
-            if node.operator is None or self.fixed[at]:
+            if operator is None or self.fixed[at]:
                 constants.append(dot(rows, value.low, value.high, 0.0, owners))
                 continue
-            self._set_change(node.operator)
             inputs = [self.values[i] for i in node.inputs]
-            parts, constant = node.operator.backward(rows, inputs, owners, choices.slopes.get(at))
+            parts, constant = operator.backward(rows, inputs, owners, choices.slopes.get(at))
             constants.append(constant)
             for i, part in zip(node.inputs, parts, strict=True):
                 if i in waiting:

@@ -6,17 +6,17 @@ alike cancels in their difference.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
 from halve.certify.changes import WeightBox
-from halve.certify.crown import Bounds, Choices
+from halve.certify.crown import Bounds
 from halve.certify.margins import Margin
 from halve.certify.network import Network, Node
-from halve.certify.operators import Change, Concatenation, Layer
+from halve.certify.operators import Change, Concatenation, Layer, Operator
 from halve.certify.rounding import UNIT, Interval, Owners, by_image, from_images, gamma, loss
 from halve.masks.mask import MaskSet
 
@@ -44,9 +44,11 @@ def side_by_side(one: Network, other: Network) -> Network:
     return Network((*one.nodes, *rest, last), max(one.largest, other.largest))
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class SharedUpdate(Change):
     """Every weight may move by at most its radius, in both networks by the same amount; what the mask drops stays 0.
+
+    By itself it bounds one of the networks; `SharedLoss` bounds both.
 
     Args:
         radii: The radius of each weight in the dense network.
@@ -57,36 +59,47 @@ class SharedUpdate(Change):
     radii: Tensor
     kept: Tensor | None
     masked: list[Layer]
-    _shared: bool = field(default=False, init=False)
-    _derivative: Tensor | None = field(default=None, init=False)  # over all layers that this pass has met so far
-    _lost: Tensor | None = field(default=None, init=False)
 
-    def start_(self, shared: bool) -> None:
-        """Begin a backward pass: one that meets both networks (shared), or only one of them."""
-        self._shared, self._derivative, self._lost = shared, None, None
-
-    def _factor(self, layer: Layer) -> Tensor | None:
+    def factor(self, layer: Layer) -> Tensor | None:
         """What a change of the dense weight is multiplied by in a layer; None for 1."""
         return self.kept if any(layer is one for one in self.masked) else None
 
-    def _box(self, layer: Layer) -> WeightBox:
-        factor = self._factor(layer)
+    def box(self, layer: Layer) -> WeightBox:
+        """The change of a layer of one network."""
+        factor = self.factor(layer)
         return WeightBox(self.radii if factor is None else self.radii * factor)
 
     def radius(self, layer: Layer, inputs: Interval) -> Tensor:
-        return self._box(layer).radius(layer, inputs)
+        return self.box(layer).radius(layer, inputs)
+
+    def loss(self, layer: Layer, rows: Tensor, inputs: Interval, owners: Owners | None) -> Tensor:
+        return self.box(layer).loss(layer, rows, inputs, owners)
+
+
+@dataclass(eq=False)
+class SharedLoss(Change):
+    """What one backward pass through both networks loses by their update: it adds up the derivatives that it meets.
+
+    Args:
+        update: The update.
+    """
+
+    update: SharedUpdate
+    _derivative: Tensor | None = field(default=None, init=False)  # over all layers that the pass has met so far
+    _lost: Tensor | None = field(default=None, init=False)
+
+    def radius(self, layer: Layer, inputs: Interval) -> Tensor:
+        return self.update.radius(layer, inputs)
 
     def loss(self, layer: Layer, rows: Tensor, inputs: Interval, owners: Owners | None) -> Tensor:
         """What a layer adds to the loss of those met before, which may be negative."""
-        box = self._box(layer)
-        if not self._shared:
-            return box.loss(layer, rows, inputs, owners)
         # as in WeightBox: linear around the center of the inputs, and the rest, which is not shared
-        center, flat = inputs.center, self.radii.flatten()
-        spread = layer.apply_weight(center.abs() * gamma(layer.positions(rows)) + inputs.radius, box.radii)
+        center, flat = inputs.center, self.update.radii.flatten()
+        moved = self.update.box(layer).radii
+        spread = layer.apply_weight(center.abs() * gamma(layer.positions(rows)) + inputs.radius, moved)
         rest = loss(rows, spread * (1 + gamma(layer.terms)), owners)
         derivative = layer.gradient(by_image(rows, owners), center).flatten(2)
-        factor = self._factor(layer)
+        factor = self.update.factor(layer)
         if factor is not None:
             derivative = derivative * factor.flatten()
         before = torch.zeros_like(rest) if self._lost is None else self._lost
@@ -136,19 +149,17 @@ def proven_lead(
 class JointBounds(Bounds):
     """Bounds of a dense and a masked network side by side, for one image and all updates that they share."""
 
-    def lower(
-        self,
-        rows: Tensor,
-        place: int = -1,
-        owners: Owners | None = None,
-        choices: Choices | None = None,
-        seen: dict[int, Tensor] | None = None,
-    ) -> Tensor:
-        last = place % len(self.network.nodes) == len(self.network.nodes) - 1
-        for change in self.changes.values():
-            if isinstance(change, SharedUpdate):
-                change.start_(shared=last)  # all other nodes belong to one network, where there is nothing to share
-        return super().lower(rows, place, owners, choices, seen)
+    def _operators_from(self, place: int) -> Sequence[Operator | None]:
+        """Those of both networks, with what this pass adds up, if it meets both."""
+        if (
+            place != len(self.network.nodes) - 1
+        ):  # all other nodes belong to one network, where there is nothing to share
+            return self._operators
+        shared = {
+            name: SharedLoss(change) if isinstance(change, SharedUpdate) else change
+            for name, change in self.changes.items()
+        }
+        return self._changed(shared)
 
     def lead(self, label: int, optimise: bool = True) -> float:
         """An upper bound of the dense network's margin after updates for which the masked one predicts another class.

@@ -15,10 +15,14 @@ from halve.certify.rounding import Interval
 
 
 class Margin(NamedTuple):
-    """A lower bound of a margin, and the module from which on rounding is assumed, if any."""
+    """A lower bound of a margin, and the modules from which on rounding is assumed, if any."""
 
     bound: float
-    assumed: str
+    assumed: frozenset[str] = frozenset()
+
+    def or_better(self, other: "Margin") -> "Margin":
+        """The one with the larger bound."""
+        return other if other.bound > self.bound else self
 
 
 def proven_margins(
@@ -44,7 +48,7 @@ def proven_margins(
         branches: Into how many parts to divide the proof of a margin, at most, where slopes do not suffice. Default: 0.
         seconds: Time limit. Default: none.
     """
-    found = [Margin(-math.inf, "")] * len(labels)
+    found = [Margin(-math.inf)] * len(labels)
     left, known = list(range(len(labels))), None
     deadline = time.monotonic() + seconds
     for tighten, steps in ((False, 0), (True, 0), *([(True, STEPS_INSIDE)] if optimise else [])):
@@ -54,7 +58,7 @@ def proven_margins(
         bounds = Bounds(network, near, some, tighten, steps, known, seconds=limit)
         margins = bounds.margins([labels[i] for i in left], optimise and tighten)
         for i, margin, assumed in zip(left, margins, bounds.assumed, strict=True):
-            found[i] = max(found[i], Margin(margin, assumed))
+            found[i] = found[i].or_better(Margin(margin, assumed))
         open_ = [place for place, i in enumerate(left) if not found[i].bound > 0]
         if not open_:
             return found
@@ -68,7 +72,7 @@ def proven_margins(
             intervals = [Interval(x.low[place, None], x.high[place, None]) for x in known]
             near = Interval(box.low[at], box.high[at])
             bound = _in_parts(network, near, some, intervals, labels[i], branches, deadline)
-            found[i] = max(found[i], Margin(bound, found[i].assumed))
+            found[i] = found[i].or_better(Margin(bound, found[i].assumed))
     return found
 
 

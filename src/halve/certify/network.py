@@ -6,7 +6,7 @@ operation without bounds is an error that names its module.
 
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,14 +15,13 @@ from torch import Tensor, fx, nn
 
 from halve.certify import operators as ops
 from halve.certify.rounding import Interval, check_products
-from halve.errors import ModelError
+from halve.errors import ModelError, listed
 from halve.graph import Part, capture
-from halve.learn.frozen import device_of
-from halve.modules import clone
+from halve.modules import clone, device_of, weight_name
 
 BOUNDED = (
     "convolutions, Linear, BatchNorm, LayerNorm, sums, factors, ReLU, ReLU6, GELU, SiLU, sigmoid, tanh, average and "
-    "max pooling, slicing, zero padding, concatenation and reshaping"
+    "max pooling, slicing, padding, concatenation and reshaping"
 )
 _ATEN = torch.ops.aten
 
@@ -43,10 +42,12 @@ class Network:
     Args:
         nodes: The nodes.
         largest: The largest number of values of a node, for one image.
+        derived: Names of parameters that the network also computes other things from than products of layers.
     """
 
     nodes: tuple[Node, ...]
     largest: int
+    derived: frozenset[str] = frozenset()
 
     def to_(self, device: torch.device) -> "Network":
         """Move the operators to a device."""
@@ -63,6 +64,14 @@ class Network:
             if isinstance(node.operator, ops.Layer):
                 found.setdefault(node.operator.name, []).append(node.operator)
         return found
+
+    def check_changes(self, layers: Iterable[str]) -> None:
+        """Raise `ModelError` if a change of these layers' weights would also change what counts as constant."""
+        if wrong := [weight_name(layer) for layer in layers if weight_name(layer) in self.derived]:
+            raise ModelError(
+                f"certify bounds changes of weights that only their layers multiply by, but the network also computes "
+                f"something else from {listed(wrong)}: leave these layers out, or certify flips instead"
+            )
 
 
 def network_of(model: nn.Module, example: Tensor) -> Network:
@@ -107,6 +116,7 @@ class _Builder:
         self._part, self._nodes = part, [Node(None, (), "")]
         self._module, self._largest = "", 1
         self._names: dict[fx.Node, str] = {}
+        self._derived: set[str] = set()
 
     def network(self) -> Network:
         values: dict[fx.Node, Any] = {}
@@ -128,7 +138,7 @@ class _Builder:
             raise ModelError("bounds need a network that returns class scores (images, classes) and nothing else")
         if found.node != len(self._nodes) - 1:  # what comes after it is not used
             self._nodes = self._nodes[: found.node + 1]
-        return Network(tuple(self._nodes), self._largest)
+        return Network(tuple(self._nodes), self._largest, frozenset(self._derived))
 
     def _constants(self) -> dict[str, Any]:
         """Parameters, buffers and other tensors by the name of their placeholder."""
@@ -155,6 +165,9 @@ class _Builder:
         args: Any = fx.node.map_arg(node.args, values.__getitem__)
         kwargs: Any = fx.node.map_arg(node.kwargs, values.__getitem__)
         leaves = torch.utils._pytree.tree_leaves((args, kwargs))
+        layer = node.target in _LAYERS and isinstance(args[0], _Value)
+        others = [one for one in node.all_input_nodes if not (layer and one is node.args[1])]
+        self._derived.update(self._names[one] for one in others if self._names.get(one))
         if node.target is _ATEN.sym_size.int:
             source, dim = args
             return _Size(lambda n: n) if dim == 0 and isinstance(source, _Value) else source.shape[dim - 1]
@@ -181,6 +194,8 @@ class _Builder:
     def layer_name(self, weight: Any) -> str:
         """The name of the layer that a weight argument belongs to."""
         name = self._names.get(weight, "")
+        if name == "weight":  # the network itself is a layer
+            return ""
         return name.removesuffix(".weight") if name.endswith(".weight") else name or self._module
 
 
@@ -208,10 +223,20 @@ def _function(target: Any, terms: Callable[[torch.Size, Sequence[Any]], int] | N
         def run(batch: Tensor) -> Tensor:
             return target(batch, *_sized(rest, len(batch)), **_sized(options, len(batch)))  # type: ignore[no-any-return]
 
-        probe = run(_zeros(2, *x.shape))
-        if probe.shape[:1] != (2,) or probe.dtype != torch.float64 or bool(probe.any()):
-            return None  # moves images between each other, changes the dtype, or pads with other values than 0
-        return builder._add(ops.Function(run, 0 if terms is None else terms(x.shape, rest)), x)
+        ones = _zeros(1, *x.shape) + 1
+        alone, probe = run(ones), run(torch.cat([0 * ones, ones]))
+        if probe.shape != (2, *alone.shape[1:]) or probe.dtype != torch.float64:
+            return None  # moves images between each other, or changes the dtype
+        if bool(probe[0].any()) or not torch.allclose(probe[1], alone[0]):
+            return None  # pads with other values than 0, or mixes images
+        reads = ops.Function(run, 0).transpose(torch.ones_like(alone), x.shape)
+        if not torch.allclose(reads.sum(), alone.sum(), rtol=1e-9):
+            return None  # its derivative, which is how it is transposed, leaves something out
+        if terms is not None:
+            return builder._add(ops.Function(run, terms(x.shape, rest)), x)
+        # what reads a value more than once, as reflecting padding does, has a transpose that adds up
+        most = int(reads.max())
+        return builder._add(ops.Function(run, most if most > 1 else 0), x)
 
     return rule
 
@@ -379,16 +404,18 @@ _MOVES = (
     ),
     *(_ATEN.transpose.int, _ATEN.flatten.using_ints, _ATEN.unsqueeze.default, _ATEN.squeeze.dim, _ATEN.squeeze.dims),
     *(_ATEN.slice.Tensor, _ATEN.select.int, _ATEN.pad.default, _ATEN.constant_pad_nd.default, _ATEN.alias.default),
-    *(_ATEN.contiguous.default, _ATEN.detach.default, _ATEN._to_copy.default),
+    *(_ATEN.contiguous.default, _ATEN._to_copy.default),
 )
 _AVERAGES = (  # these, or their transposes, add up
     *(_ATEN.expand.default, _ATEN.mean.dim, _ATEN.sum.dim_IntList, _ATEN.avg_pool1d.default, _ATEN.avg_pool2d.default),
     *(_ATEN.adaptive_avg_pool2d.default, _ATEN.adaptive_avg_pool1d.default, _ATEN._adaptive_avg_pool2d.default),
 )
 _CONVOLUTIONS = (_ATEN.conv1d.default, _ATEN.conv2d.default, _ATEN.conv3d.default, _ATEN.conv2d.padding)
+_LAYERS = (*_CONVOLUTIONS, _ATEN.linear.default)
 RULES: dict[Any, Rule] = {
     **{target: _function(target) for target in _MOVES},
     **{target: _function(target, _all) for target in _AVERAGES},
+    _ATEN.detach.default: _function(_ATEN.alias.default),  # which has a derivative
     **dict.fromkeys(_CONVOLUTIONS, _convolution),
     _ATEN.linear.default: _linear,
     _ATEN._native_batch_norm_legit_no_training.default: _batch_norm,

@@ -200,12 +200,11 @@ class Centre(Linear):
 
 
 class Layer(Linear):
-    """A layer with a weight, which may change: `change` says how."""
+    """A layer with a weight, which stays as it is; `Changed` is a layer whose weight may change."""
 
     def __init__(self, name: str, weight: Tensor, bias: Tensor | None, terms: int) -> None:
         super().__init__(terms, bias)
         self.name, self.weight = name, weight
-        self.change: Change | None = None
 
     @abstractmethod
     def apply_weight(self, x: Tensor, weight: Tensor) -> Tensor:
@@ -229,20 +228,27 @@ class Layer(Linear):
     def apply_absolute(self, x: Tensor) -> Tensor:
         return self.apply_weight(x, self.weight.abs())
 
+
+class Changed(Operator):
+    """A layer whose weight may change.
+
+    Args:
+        layer: The layer.
+        change: How its weight may change.
+    """
+
+    def __init__(self, layer: Layer, change: Change) -> None:
+        self.layer, self.change = layer, change
+
     def interval(self, inputs: Sequence[Interval]) -> Interval:
-        found = super().interval(inputs)
-        if self.change is None:
-            return found
-        radius = self.change.radius(self, inputs[0])
-        center = found.center
-        return around(center, found.radius + radius)
+        found = self.layer.interval(inputs)
+        return around(found.center, found.radius + self.change.radius(self.layer, inputs[0]))
 
     def backward(
         self, rows: Tensor, inputs: Sequence[Interval], owners: Owners | None = None, slopes: Tensor | None = None
     ) -> Step:
-        result, constant = super().backward(rows, inputs, owners)
-        if self.change is not None:
-            constant = constant - self.change.loss(self, rows, inputs[0], owners) * (1 + 4 * UNIT)
+        result, constant = self.layer.backward(rows, inputs, owners)
+        constant = constant - self.change.loss(self.layer, rows, inputs[0], owners) * (1 + 4 * UNIT)
         return result, constant - constant.abs() * (2 * UNIT)
 
 

@@ -5,7 +5,7 @@ Images are taken one by one, on a GPU a few at a time; Ctrl-C keeps those that a
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -16,9 +16,12 @@ from torch import Tensor, nn
 from halve.batches import Progress, images_of, iterate, tracked
 from halve.certify.crown import TOLERANCE
 from halve.certify.digests import ImageDigest
+from halve.certify.margins import Margin, proven_margins
 from halve.certify.network import Network, network_of
+from halve.certify.operators import Change
+from halve.certify.rounding import Interval
 from halve.errors import DataError, ModelError
-from halve.learn.frozen import device_of
+from halve.modules import device_of
 
 _AT_ONCE = 30_000  # values of the largest node of all images that are taken together on a GPU
 EXACT = (
@@ -38,7 +41,7 @@ class Proof:
             another class.
         radius: The largest change for which the proof holds, if it was searched.
         agree: Whether the masked network predicts the same class for the image itself.
-        assumed: The module up to which rounding is assumed instead of bounded, if any.
+        assumed: The modules from which on rounding is assumed instead of bounded, if any.
         lead: An upper bound of the margin of the updated dense network where the masked one predicts another class, if
             that was asked for; 0 if it never does.
     """
@@ -47,7 +50,7 @@ class Proof:
     margin: float | None
     agree: bool
     radius: float | None = None
-    assumed: str = ""
+    assumed: frozenset[str] = frozenset()
     lead: float | None = None
 
     @property
@@ -82,7 +85,7 @@ class Proofs:
     @property
     def assumptions(self) -> tuple[str, ...]:
         """What is assumed of layers that no change reaches."""
-        modules = sorted({proof.assumed for proof in self.found if proof.assumed})
+        modules = sorted({module for proof in self.found for module in proof.assumed})
         if not modules:
             return ()
         return (
@@ -122,6 +125,7 @@ class Pair:
         self._models = {"masked": masked.double().eval(), "dense": dense.double().eval()}
         self._shape: torch.Size | None = None
         self._networks: dict[str, Network] = {}
+        self.classes = 0  # of the last image that was seen
 
     def __getitem__(self, name: str) -> Network:
         if name not in self._networks:
@@ -145,8 +149,40 @@ class Pair:
             raise DataError("the network returned NaN or infinity: check the images and the weights")
         if any(score.dim() != 1 or len(score) < 2 for score in scores.values()):
             raise ModelError("bounds need class scores (images, classes)")
-        label = int(scores["dense"].argmax())
+        self.classes, label = len(scores["dense"]), int(scores["dense"].argmax())
         return label, int(scores["masked"].argmax()) == label
+
+    def margins(
+        self,
+        names: Sequence[str],
+        box: Interval,
+        changes: Callable[[str], Mapping[str, Change]],
+        labels: Sequence[int],
+        optimise: bool,
+        branches: int,
+    ) -> list[Margin]:
+        """The smallest margins of the networks, one per image. Where one is not positive, the next is not bounded.
+
+        Args:
+            names: The networks.
+            box: The inputs, (images, ...).
+            changes: How the weights of a network may change, by layer.
+            labels: The class of each image.
+            optimise: Whether to optimise slopes.
+            branches: Into how many parts to divide the proof of a margin, at most.
+        """
+        found = [Margin(math.inf)] * len(labels)
+        for name in names:
+            left = [i for i, one in enumerate(found) if one.bound > 0]
+            if not left:
+                break
+            index = torch.tensor(left, device=box.low.device)
+            some = {layer: change.only(index) for layer, change in changes(name).items()}
+            near, classes = Interval(box.low[index], box.high[index]), [labels[i] for i in left]
+            bounds = proven_margins(self[name], near, some, classes, optimise, branches)
+            for i, one in zip(left, bounds, strict=True):
+                found[i] = Margin(min(found[i].bound, one.bound), found[i].assumed | one.assumed)
+        return found
 
 
 Prover = Callable[[Tensor, Sequence[int]], list[Proof]]

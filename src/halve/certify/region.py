@@ -1,6 +1,5 @@
 """Region: for every input close to an image, both networks predict the class that the dense one predicts for it."""
 
-import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -9,7 +8,6 @@ from torch import Tensor, nn
 
 from halve.batches import Progress
 from halve.certify.certificate import Certificate
-from halve.certify.margins import proven_margins
 from halve.certify.proofs import EXACT, Pair, Proof, described, prove
 from halve.certify.rounding import UNIT, Interval
 from halve.errors import DataError
@@ -35,14 +33,8 @@ def region(
 
     def several(images: Tensor, labels: Sequence[int]) -> list[Proof]:
         near = box(images, eps, mean, std)
-        margins = dict.fromkeys(range(len(labels)), math.inf)
-        for name in ("masked", "dense"):
-            left = [i for i, margin in margins.items() if margin > 0]
-            if left:
-                some = Interval(near.low[left], near.high[left])
-                found = proven_margins(pair[name], some, {}, [labels[i] for i in left], optimise, branches)
-                margins |= {i: min(margins[i], margin.bound) for i, margin in zip(left, found, strict=True)}
-        return [Proof(label, margin, agree=True) for label, margin in zip(labels, margins.values(), strict=True)]
+        found = pair.margins(("masked", "dense"), near, lambda network: {}, labels, optimise, branches)
+        return [Proof(label, one.bound, agree=True) for label, one in zip(labels, found, strict=True)]
 
     proofs = prove(pair, data, several, progress)
     pixels = mean is not None

@@ -8,9 +8,12 @@ class are an open set, and all updates up to u are connected. So agreement is pr
 the class. Where that fails, it is bounded how far the dense network can lead after updates for which they differ.
 """
 
+import dataclasses
 import fnmatch
+import functools
 import math
 from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import dataclass
 from decimal import ROUND_CEILING, ROUND_FLOOR, Context, Decimal
 from typing import Any, Literal
 
@@ -21,17 +24,44 @@ from halve.batches import Progress
 from halve.certify.certificate import Certificate
 from halve.certify.changes import WeightBox
 from halve.certify.joint import proven_lead, shared_updates
-from halve.certify.margins import Margin, proven_margins
+from halve.certify.margins import Margin
+from halve.certify.operators import Change
 from halve.certify.proofs import EXACT, Pair, Proof, Proofs, described, prove
 from halve.certify.rounding import Interval
-from halve.errors import OptionError, listed
+from halve.errors import ModelError, OptionError, listed
 from halve.masks.mask import MaskSet
-from halve.modules import kind_of, weight_of
+from halve.modules import kind_of, weight_name, weight_of
 
 FIRST, PRECISION = 1e-3, 0.05  # where the search for a radius starts, and how exact it is
 _SMALLEST, _LARGEST = 1e-12, 1e3
 _SMALLEST_LEAD = 1e-300  # 0 is for what is proven: a bound of 0 leaves a tie open
 _MOST_CLASSES = 100  # for bounds of the lead, which look at all pairs of classes: 10 s for 100, minutes for 300
+
+
+@dataclass(frozen=True)
+class Update:
+    """Which updates of the weights a statement is about; see `halve.certify`.
+
+    Args:
+        size: The largest change of a weight; "radius" finds the largest for each image.
+        relative: Whether it is relative to the root mean square of the layer's dense weights.
+        layers: Globs of the layers that are updated; None for all.
+        also_dense: Whether the dense network is to keep the prediction too.
+        agreement: Whether the statement is that both networks agree.
+    """
+
+    size: float | Literal["radius"]
+    relative: bool
+    layers: Sequence[str] | None
+    also_dense: bool
+    agreement: bool
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """What a certificate says of it."""
+        layers = None if self.layers is None else list(self.layers)
+        found: dict[str, Any] = {"reuse": self.size, "relative": self.relative, "layers": layers}
+        return found | {"also_dense": self.also_dense, "agreement": self.agreement}
 
 
 def reuse(
@@ -41,99 +71,15 @@ def reuse(
     data: Any,
     digests: dict[str, str],
     *,
-    update: float | Literal["radius"],
-    relative: bool,
-    layers: Sequence[str] | None,
-    also_dense: bool,
-    agreement: bool,
+    update: Update,
     optimise: bool,
     branches: int,
     progress: Progress,
 ) -> Certificate:
-    """Certify all updates of the weights by at most `update`; see `halve.certify`."""
-    units = weight_units(dense, masks, relative)
-    pair = Pair(masked, dense)
-    names: list[str] = []
-    last = FIRST
-
-    def margins(images: Tensor, labels: Sequence[int], sizes: Sequence[float]) -> list[Margin]:
-        """The smallest margins of the networks for updates of these sizes, and what rounding is assumed."""
-        if not names:
-            names.extend(chosen(list(pair["masked"].layers), layers))
-        found = {i: Margin(math.inf, "") for i in range(len(labels))}
-        for network in ("masked", "dense") if also_dense or agreement else ("masked",):
-            left = [i for i, one in found.items() if one.bound > 0]
-            if left:
-                scale = images.new_tensor([sizes[i] for i in left])
-                changes = {name: WeightBox(units[network][name], scale) for name in names}
-                some = Interval(images[left], images[left])
-                wanted = [labels[i] for i in left]
-                bounds = proven_margins(pair[network], some, changes, wanted, optimise, branches)
-                for i, (bound, assumed) in zip(left, bounds, strict=True):
-                    found[i] = Margin(min(found[i].bound, bound), found[i].assumed or assumed)
-        return list(found.values())
-
-    def classes(image: Tensor) -> int:
-        parameter = next(dense.parameters())
-        with torch.no_grad():
-            return int(dense(image[None].to(parameter)).shape[1])
-
-    def agreed(image: Tensor, label: int, size: float, kept: Margin) -> Proof:
-        """What is proven of the agreement of both networks, given their margins for the class without an update."""
-        if kept.bound > 0:
-            return Proof(label, kept.bound, agree=True, assumed=kept.assumed, lead=0.0)
-        if classes(image) > _MOST_CLASSES:
-            return Proof(label, kept.bound, agree=True, assumed=kept.assumed, lead=math.inf)
-        changes = shared_updates(pair["masked"], masks, units["dense"], names, size)
-        lead, assumed = proven_lead((pair["dense"], pair["masked"]), image, changes, label, optimise)
-        lead = 0.0 if lead < 0 else max(lead, _SMALLEST_LEAD)
-        return Proof(label, kept.bound, agree=True, assumed=kept.assumed or assumed, lead=lead)
-
-    def several(images: Tensor, labels: Sequence[int]) -> list[Proof]:
-        nonlocal last
-        if update != "radius":
-            bounds = margins(images, labels, [update] * len(labels))
-            return [
-                agreed(image, label, update, one)
-                if agreement
-                else Proof(label, one.bound, agree=True, assumed=one.assumed)
-                for image, label, one in zip(images, labels, bounds, strict=True)
-            ]
-        seen: list[dict[float, Margin]] = [{} for _ in labels]
-
-        def hold(which: Sequence[int], sizes: Sequence[float]) -> list[bool]:
-            found = margins(images[list(which)], [labels[i] for i in which], sizes)
-            for i, u, one in zip(which, sizes, found, strict=True):
-                seen[i][u] = one
-            return [one.bound > 0 for one in found]
-
-        proofs = []
-        for label, tried, radius in zip(labels, seen, largest(hold, [last] * len(labels)), strict=True):
-            best = tried[radius] if radius else max(tried.values())
-            proofs.append(Proof(label, best.bound, agree=True, radius=radius, assumed=best.assumed if radius else ""))
-        last = next((proof.radius for proof in reversed(proofs) if proof.radius), last)
-        return proofs
-
-    proofs = prove(pair, data, several, progress)
-    which = "all layers" if layers is None else listed(layers)
-    unit = "of the layer's root mean square" if relative else "each"
-    result = proofs.result()
-    median = _rounded(result.get("median_radius", 0), 4, ROUND_FLOOR)
-    size = f"their radius (median {median})" if update == "radius" else f"{float(update)!r}"
-    if agreement:
-        what = "masked and dense network predict the same class"
-    elif also_dense:
-        what = "masked and dense network predict what the dense one did"
-    else:
-        what = "the masked network predicts what the dense one did"
-    statement = f"after any update of the weights in {which} by up to {size} {unit}, {what}"
-    settings: dict[str, Any] = {
-        "reuse": update,
-        "relative": relative,
-        "layers": None if layers is None else list(layers),
-    }
-    settings |= {"also_dense": also_dense, "agreement": agreement, "optimise": optimise, "branches": branches}
-    settings |= {"interrupted": proofs.interrupted}
+    """Certify all updates of the weights by at most `update.size`; see `halve.certify`."""
+    prover = _Prover(masked, dense, masks, update, optimise, branches)
+    proofs = prove(prover.pair, data, prover.several, progress)
+    settings = update.settings | {"optimise": optimise, "branches": branches, "interrupted": proofs.interrupted}
     settings["method"] = "backward linear relaxation (CROWN) in the weights, float64"
     assumptions = (
         *EXACT,
@@ -142,10 +88,109 @@ def reuse(
         *proofs.assumptions,
     )
     digests = digests | {"images": proofs.images.hexdigest()}
-    name, sentence = "reuse", described(proofs, statement)
-    if agreement:
+    name, sentence = "reuse", described(proofs, _statement(update, proofs))
+    if update.agreement:
         name, sentence = "agreement", sentence[:-1] + _where_they_differ(proofs)
-    return Certificate(name, sentence, settings, assumptions, result, digests)
+    return Certificate(name, sentence, settings, assumptions, proofs.result(), digests)
+
+
+class _Prover:
+    """Proves for images that updates keep the prediction."""
+
+    def __init__(
+        self, masked: nn.Module, dense: nn.Module, masks: MaskSet, update: Update, optimise: bool, branches: int
+    ) -> None:
+        self._units, self._dense = weight_units(dense, masks, update.relative), dense
+        self.pair, self._masks, self._update = Pair(masked, dense), masks, update
+        self._optimise, self._branches = optimise, branches
+        self._first = FIRST  # where the next search for a radius starts
+
+    def several(self, images: Tensor, labels: Sequence[int]) -> list[Proof]:
+        """What is proven for images, (images, ...), of these classes."""
+        size = self._update.size
+        if size == "radius":
+            return self._radii(images, labels)
+        margins = self._margins(images, labels, [size] * len(labels))
+        found = [
+            Proof(label, one.bound, agree=True, assumed=one.assumed) for label, one in zip(labels, margins, strict=True)
+        ]
+        if not self._update.agreement:
+            return found
+        return [self._agreed(image, size, proof) for image, proof in zip(images, found, strict=True)]
+
+    @functools.cached_property
+    def _names(self) -> list[str]:
+        """The layers that are updated."""
+        network = self.pair["masked"]
+        names = chosen(list(network.layers), self._update.layers)
+        network.check_changes(names)
+        if others := [name for name in names if name not in self._units["dense"]]:
+            known = dict(self._dense.named_parameters())
+            weights = [name if name in known else weight_name(name) for name in others]
+            rest = [name for name in names if name not in others]
+            advice = f"pass layers= with those that are updated, of {listed(rest)}; or " if rest else ""
+            raise ModelError(
+                f"certify bounds updates of the weights of convolutions and Linear layers, but {listed(weights)} "
+                f"belongs to none: {advice}make it the weight of an nn.Linear"
+            )
+        return names
+
+    def _margins(self, images: Tensor, labels: Sequence[int], sizes: Sequence[float]) -> list[Margin]:
+        """The smallest margins of the networks for updates of these sizes."""
+        scale = images.new_tensor(sizes)
+        both = self._update.also_dense or self._update.agreement
+
+        def changes(network: str) -> dict[str, Change]:
+            return {name: WeightBox(self._units[network][name], scale) for name in self._names}
+
+        networks = ("masked", "dense") if both else ("masked",)
+        point = Interval(images, images)
+        return self.pair.margins(networks, point, changes, labels, self._optimise, self._branches)
+
+    def _agreed(self, image: Tensor, size: float, kept: Proof) -> Proof:
+        """What is proven of the agreement of both networks, given what is proven of their margins."""
+        if kept.certified:
+            return dataclasses.replace(kept, lead=0.0)
+        if self.pair.classes > _MOST_CLASSES:
+            return dataclasses.replace(kept, lead=math.inf)
+        networks = self.pair["dense"], self.pair["masked"]
+        changes = shared_updates(networks[1], self._masks, self._units["dense"], self._names, size)
+        lead, assumed = proven_lead(networks, image, changes, kept.label, self._optimise)
+        lead = 0.0 if lead < 0 else max(lead, _SMALLEST_LEAD)
+        return dataclasses.replace(kept, lead=lead, assumed=kept.assumed | assumed)
+
+    def _radii(self, images: Tensor, labels: Sequence[int]) -> list[Proof]:
+        """The largest updates for which images keep their classes."""
+        seen: list[dict[float, Margin]] = [{} for _ in labels]
+
+        def hold(which: Sequence[int], sizes: Sequence[float]) -> list[bool]:
+            found = self._margins(images[list(which)], [labels[i] for i in which], sizes)
+            for i, u, one in zip(which, sizes, found, strict=True):
+                seen[i][u] = one
+            return [one.bound > 0 for one in found]
+
+        proofs = []
+        for label, tried, radius in zip(labels, seen, largest(hold, [self._first] * len(labels)), strict=True):
+            best = tried[radius] if radius else max(tried.values(), key=lambda one: one.bound)
+            assumed = best.assumed if radius else frozenset()
+            proofs.append(Proof(label, best.bound, agree=True, radius=radius, assumed=assumed))
+        self._first = next((proof.radius for proof in reversed(proofs) if proof.radius), self._first)
+        return proofs
+
+
+def _statement(update: Update, proofs: Proofs) -> str:
+    """What is proven for some images."""
+    which = "all layers" if update.layers is None else listed(update.layers)
+    unit = "of the layer's root mean square" if update.relative else "each"
+    median = _rounded(proofs.result().get("median_radius", 0), 4, ROUND_FLOOR)
+    size = f"their radius (median {median})" if update.size == "radius" else f"{float(update.size)!r}"
+    if update.agreement:
+        what = "masked and dense network predict the same class"
+    elif update.also_dense:
+        what = "masked and dense network predict what the dense one did"
+    else:
+        what = "the masked network predicts what the dense one did"
+    return f"after any update of the weights in {which} by up to {size} {unit}, {what}"
 
 
 def _where_they_differ(proofs: Proofs) -> str:

@@ -44,7 +44,9 @@ def worst_mask(
     attacked: list[int | None] = []
 
     def several(images: Tensor, labels: Sequence[int]) -> list[Proof]:
-        found = proven_margins(pair["masked"], Interval(images, images), changes, labels, optimise, branches)
+        network, point = pair["masked"], Interval(images, images)
+        network.check_changes(changes)
+        found = proven_margins(network, point, changes, labels, optimise, branches)
         attacked.extend(
             attack_masks(masked, dense, masks, image, label) for image, label in zip(images, labels, strict=True)
         )

@@ -32,11 +32,6 @@ def channels_last_(copy: nn.Module) -> None:
             parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
 
 
-def device_of(model: nn.Module) -> torch.device:
-    """Return the device of the model's parameters."""
-    return next((p.device for p in model.parameters()), torch.device("cpu"))
-
-
 def _normalise(norm: Any, input: Tensor) -> Tensor:  # BatchNorm calls its argument `input` too
     if norm.training:  # its statistics move
         momentum = 0.1 if norm.momentum is None else norm.momentum

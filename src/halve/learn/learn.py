@@ -15,7 +15,7 @@ from halve.learn.accuracy_budget import Metric, Trade
 from halve.learn.baseline import Baseline
 from halve.learn.comparison import Comparison, Verdict
 from halve.learn.distributed import Processes
-from halve.learn.frozen import channels_last_, device_of
+from halve.learn.frozen import channels_last_
 from halve.learn.frozen import frozen as frozen_copy
 from halve.learn.held_back import Split, chosen_from, hold_back, hold_back_none
 from halve.learn.identity import identity_of_data, identity_of_layers, identity_of_model
@@ -47,7 +47,7 @@ from halve.learn.time_budget import TimeBudget
 from halve.learn.validation import Validation
 from halve.masks.mask import MaskSet
 from halve.masks.recipe import origin_of, with_digests, with_fingerprint
-from halve.modules import unwrapped
+from halve.modules import device_of, unwrapped
 from halve.permute.policy import search_by_default, search_seconds
 from halve.process_state import preserved_process_state
 from halve.select.select import SelectOptions, plain_options
