@@ -8,9 +8,8 @@ from torchvision.models.convnext import CNBlockConfig, ConvNeXt
 from torchvision.models.swin_transformer import SwinTransformer
 
 import halve
-from halve.errors import DataError, ModelError, OptionError
+from halve.errors import ModelError, OptionError
 from halve.export import int8
-from halve.export.int8 import CalibrationImages, Quality
 from halve.export.quantize import quantized_weight
 from tests.export.nets import Scaled, TwoInputs, images, initializer, residual
 from tests.export.test_judge import agrees
@@ -267,17 +266,6 @@ def test_networks_with_several_inputs_are_calibrated_on_all_of_them(tmp_path):
     assert done.difference < 0.05
 
 
-def test_scores_are_compared_as_classes_and_others_by_their_error():
-    scores = torch.tensor([[3.0, 1.0], [0.0, 2.0]])
-    assert Quality.of([scores.flip(1)], [scores]).agreement == 0
-    assert Quality.of([scores[:, :1]], [scores[:, :1]]) == Quality(None, None, 0.0)
-
-
-def test_the_error_is_that_of_the_worst_output():
-    scores, boxes = torch.tensor([[3.0, 1.0]]), torch.ones(1, 4)
-    assert Quality.of([scores, 1.5 * boxes], [scores, boxes]) == Quality(1.0, 0.0, 0.5)
-
-
 def test_large_outputs_are_measured_on_fewer_images(monkeypatch, tmp_path):
     monkeypatch.setattr(int8, "_MOST_VALUES", 1000)
     model = residual()
@@ -285,7 +273,7 @@ def test_large_outputs_are_measured_on_fewer_images(monkeypatch, tmp_path):
     assert (done.quantization.images, done.quantization.held_out) == (72, 8)  # of 24
 
 
-def test_bad_calibration_is_an_error(tmp_path):
+def test_bad_options_are_errors(tmp_path):
     model, path = residual(), tmp_path / "net.onnx"
     with pytest.raises(OptionError, match="needs images to calibrate on"):
         halve.export(model, None, images(), path, int8=True)
@@ -295,11 +283,5 @@ def test_bad_calibration_is_an_error(tmp_path):
         halve.export(model, None, images(), path, int8=True, calibrate=images(9), max_drop=2)
     with pytest.raises(OptionError, match="float16 or float32"):
         halve.export(model, None, images(), path, int8=True, calibrate=images(9), dtype=torch.bfloat16)
-    with pytest.raises(DataError, match="at least 8 images, got 3"):
-        CalibrationImages.of(images(3), lambda x: (x,), (images(),))
-    with pytest.raises(DataError, match=r"they are \(3, 9, 9\), it is \(3, 8, 8\)"):
-        CalibrationImages.of([images(8), images(8, 9)], lambda x: (x,), (images(),))
-    with pytest.raises(DataError, match="a tuple of 2 tensors"):
-        CalibrationImages.of([images(8)], lambda x: x, (images(), images()))
     with pytest.raises(ModelError, match="no layer that can be quantised"):
         halve.export(nn.Flatten(), None, images(), path, int8=True, calibrate=images(9))
