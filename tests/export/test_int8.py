@@ -203,6 +203,36 @@ def test_layers_and_sums_behind_casts_are_quantised_in_float16_as_well(tmp_path)
     assert read == dict.fromkeys(PARTS, ["DequantizeLinear"] * 2)
 
 
+class AnotherSum(nn.Module):
+    """A network that adds something first if it runs in float16: the sums after it get other numbers."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem, self.a, self.b = (nn.Conv2d(channels, 8, 3, padding=1) for channels in (3, 8, 8))
+        self.other, self.head = nn.Conv2d(3, 8, 3, padding=1), nn.Linear(8, 5)
+
+    def forward(self, x):
+        y = self.stem(x)
+        if y.dtype == torch.float16:
+            y = y + 1e-3 * self.b(y)
+        return self.head((self.a(y) + y).mean((2, 3)) + self.other(x).mean((2, 3)))
+
+
+def test_ranges_do_not_go_to_another_sum_of_code_that_depends_on_the_dtype(tmp_path):
+    torch.manual_seed(0)
+    done = halve.export(AnotherSum().eval(), None, images(), tmp_path / "net.onnx", int8=True, calibrate=images(16))
+    assert {layer.name for layer in done.check.layers if layer.dtype == "int8"} == {"stem", "other"}
+    nodes = {node.name: node for node in onnx.load(done.path).graph.node}
+    assert not any(tensor.endswith("/dq") for name in ("add", "add_2") for tensor in nodes[name].input)
+    assert set(done.quantization.costs) == {"stem", "other"}
+    assert done.quantization.sums == {}
+    [note] = done.notes
+    assert note == (
+        "6 layers and sums stay in float16: the model's code computes their inputs differently than in float32, which "
+        "activations are measured in: b, a, head, add and 2 more"
+    )
+
+
 class AfterStem(nn.Module):
     """A network whose second half is a function of itself and of what its first convolution returns."""
 

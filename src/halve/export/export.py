@@ -229,6 +229,7 @@ def _write(
         difference, images, notes = _compared(trial, session, network.inputs, reference, dtype, quantizer is None)
         if quantizer is not None and quantization is not None and session is not None:
             quantization = quantization.with_quality(int8=quantizer.quality(session))
+            notes = (*_notes_on(quantization, str(dtype).removeprefix("torch.")), *notes)
         _check_layers(checked(trial))
         file.copy(trial.path, path, force=force)
     if unread:
@@ -238,6 +239,15 @@ def _write(
     outputs = tuple(value.name for value in opened.model.graph.output)
     about = (path, opened.size, name, shapes_of(opened), outputs, difference, images)
     return Exported(*about, checked(opened), notes, quantization)
+
+
+def _notes_on(quantization: Quantization, dtype: str) -> list[str]:
+    if not (unmatched := quantization.unmatched):
+        return []
+    return [
+        f"{len(unmatched)} layers and sums stay in {dtype}: the model's code computes their inputs differently than in "
+        f"float32, which activations are measured in: {listed(unmatched, 4)}"
+    ]
 
 
 def _check_valid(trial: file.OnnxFile) -> None:

@@ -1,6 +1,7 @@
 """Quantise a network to int8 with 2:4 weights: calibrate, choose a method, and leave in float what costs too much."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from halve.export.costs import costs_of
 from halve.export.file import MAX_BYTES, is_large
 from halve.export.images import BATCH, CalibrationImages, batches_of
 from halve.export.network import outputs_of
-from halve.export.parts import Parts, residual_sums_of
+from halve.export.parts import Parts, in_both, residual_sums_of
 from halve.export.quantization import Quality, Quantization
 from halve.export.quantize import activations_of, quantize_
 from halve.export.runtime import Session
@@ -74,10 +75,15 @@ class Quantizer:
         """
         if is_large(exact):
             raise ModelError(f"int8 needs a network of at most {MAX_BYTES:,} bytes in float32, protobuf's limit")
-        own, parts = Parts.of(model, dtype), Parts.of(exact, np.float32)
-        parts = parts.named(own.names)
-        if not parts.layers:
+        own, everything = Parts.of(model, dtype), Parts.of(exact, np.float32)
+        parts = in_both(exact, everything, model, own)
+        if not own.layers:
             raise ModelError("the network has no layer that can be quantised: no convolution or product with a weight")
+        if not parts.layers:
+            raise ModelError(
+                f"the network has no layer that can be quantised: its code computes something else in {dtype} than in "
+                f"float32, which activations are measured in; pass dtype=torch.float32"
+            )
         masked = self.outputs(Session.of(exact))
         quality = {"float32": Quality.of(masked, self.dense)}
         if dtype != "float32":
@@ -85,7 +91,8 @@ class Quantizer:
         chosen, ranges, found = _Trials(self, exact, parts, masked).best()
         placed = own.named(chosen.names)
         quantize_(model, placed, _renamed(ranges, chosen, placed), dtype)
-        return found.with_quality(**quality)
+        unmatched = tuple(name for name in own.names if name not in parts.names)
+        return replace(found, unmatched=unmatched, quality=quality)
 
 
 def _renamed(ranges: Mapping[str, float], source: Parts, target: Parts) -> dict[str, float]:

@@ -10,7 +10,7 @@ import numpy as np
 from halve.export import packages
 from halve.export.file import OnnxFile
 from halve.export.sums import ResidualSum, residual_sums
-from halve.export.weights import products_in
+from halve.export.weights import PRODUCTS, products_in
 
 _OPERATORS = ("Conv", "Gemm", "MatMul")  # transposed convolutions stay in float
 
@@ -67,6 +67,41 @@ class Parts:
         """Each of them by itself."""
         yield from (Parts(layers=(layer,)) for layer in self.layers)
         yield from (Parts(sums=(one,)) for one in self.sums)
+
+
+def in_both(one: Any, parts: Parts, other: Any, others: Parts) -> Parts:
+    """The parts of a model that are the same in another one, of the same network in another dtype.
+
+    These have the same name there, and read the results of the same layers. A name alone is not enough: sums are
+    numbered, and code that depends on the dtype may add one before the others.
+
+    Args:
+        one: A model.
+        parts: Its parts.
+        other: The other model.
+        others: Its parts.
+    """
+    names = [{node.name for node in model.graph.node if node.op_type in PRODUCTS} for model in (one, other)]
+    here, there = (_origins(model, names[0] & names[1]) for model in (one, other))
+    known = {part.name: [there.get(name) for name in part.inputs] for part in others}
+    return parts.named(
+        [part.name for part in parts if known.get(part.name) == [here.get(name) for name in part.inputs]]
+    )
+
+
+def _origins(model: Any, named: Collection[str]) -> dict[str, frozenset[str]]:
+    """The inputs and products that each tensor is computed from, without another product in between.
+
+    Products are told apart by their name if it is among those given, otherwise only by their kind.
+    """
+    constants = {tensor.name for tensor in model.graph.initializer}
+    found = {value.name: frozenset((value.name,)) for value in model.graph.input if value.name not in constants}
+    for node in model.graph.node:
+        made_of = frozenset[str]().union(*(found.get(name, frozenset()) for name in node.input))
+        if node.op_type in PRODUCTS:
+            made_of = frozenset((node.name if node.name in named else node.op_type,))
+        found.update(dict.fromkeys(node.output, made_of))
+    return found
 
 
 def quantizable(model: Any, dtype: Any) -> list[Quantizable]:

@@ -57,6 +57,8 @@ class Quantization:
         quality: Agreement with the dense network, of the masked one in "float32", in the file's dtype and in "int8".
         images: The number of images that were calibrated on.
         held_out: The number of images that were measured on.
+        unmatched: Layers and sums that stay in float, since the model's code computes their inputs differently in the
+            file's dtype than in float32, which activations are measured in.
     """
 
     method: str
@@ -68,6 +70,7 @@ class Quantization:
     quality: Mapping[str, Quality]
     images: int
     held_out: int
+    unmatched: tuple[str, ...] = ()
 
     def with_quality(self, **networks: Quality) -> "Quantization":
         """The same, with the agreement of more networks."""
@@ -101,5 +104,6 @@ class Quantization:
                 for key in ("method", "distances", "costs", "sums", "drop", "images", "held_out")
             },
             "left": list(self.left),
+            "unmatched": list(self.unmatched),
             "quality": {name: vars(quality) for name, quality in self.quality.items()},
         }
