@@ -21,3 +21,7 @@ def test_unfit_images_are_errors():
         CalibrationImages.of([images(8), images(8, 9)], lambda x: (x,), (images(),))
     with pytest.raises(DataError, match="a tuple of 2 tensors"):
         CalibrationImages.of([images(8)], lambda x: x, (images(), images()))
+    broken = images(16)
+    broken[3, 0, 0, 0] = float("nan")
+    with pytest.raises(DataError, match="must be finite"):
+        CalibrationImages.of(broken, lambda x: (x,), (images(),))

@@ -44,6 +44,8 @@ class CalibrationImages:
                     f"{listed(wanted)} (without the batch size)"
                 )
         images = tuple(torch.cat(part) for part in zip(*parts, strict=True))
+        if not all(bool(x.isfinite().all()) for x in images):
+            raise DataError("calibration images must be finite: some contain NaN or infinity")
         total = len(images[0])
         if total < LEAST_IMAGES:
             raise DataError(f"calibration needs at least {LEAST_IMAGES} images, got {total}; use a few hundred")
