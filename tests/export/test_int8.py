@@ -146,6 +146,9 @@ def test_nothing_is_quantised_if_nothing_may_be_lost(tmp_path):
     )
     assert done.quantization.left == ("stem", "body", "head", "add")
     assert {layer.dtype for layer in done.check.layers} == {"float16"}
+    assert done.dtype == "float16"
+    assert done.check.metadata["halve.dtype"] == "float16"
+    assert done.notes == ("nothing is in int8: max_drop is too small for any layer, so all stay in float16",)
     assert not any(node.op_type == "QuantizeLinear" for node in onnx.load(done.path).graph.node)
 
 

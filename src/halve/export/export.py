@@ -212,7 +212,7 @@ def _write(
     if quantizer is not None:
         exact = proto if dtype == torch.float32 else network.to_onnx(torch.float32)
         quantization = quantizer.quantize_(proto, name, exact)
-        name = f"int8, {name}"
+        name = f"int8, {name}" if quantization.quantized else name
     add_metadata_(proto, {"format": file.FORMAT, "version": VERSION, "dtype": name})
     if entry.notes:
         add_metadata_(proto, {"notes": entry.notes})
@@ -242,12 +242,15 @@ def _write(
 
 
 def _notes_on(quantization: Quantization, dtype: str) -> list[str]:
-    if not (unmatched := quantization.unmatched):
-        return []
-    return [
-        f"{len(unmatched)} layers and sums stay in {dtype}: the model's code computes their inputs differently than in "
-        f"float32, which activations are measured in: {listed(unmatched, 4)}"
-    ]
+    notes = []
+    if not quantization.quantized:
+        notes.append(f"nothing is in int8: max_drop is too small for any layer, so all stay in {dtype}")
+    if unmatched := quantization.unmatched:
+        notes.append(
+            f"{len(unmatched)} layers and sums stay in {dtype}: the model's code computes their inputs differently "
+            f"than in float32, which activations are measured in: {listed(unmatched, 4)}"
+        )
+    return notes
 
 
 def _check_valid(trial: file.OnnxFile) -> None:

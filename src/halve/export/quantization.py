@@ -77,6 +77,11 @@ class Quantization:
         return replace(self, quality={**self.quality, **networks})
 
     @property
+    def quantized(self) -> tuple[str, ...]:
+        """The layers and residual sums that are in int8."""
+        return tuple(name for name in (*self.costs, *self.sums) if name not in self.left)
+
+    @property
     def summary(self) -> str:
         """The outcome in one line."""
         measure = (
