@@ -1,8 +1,9 @@
 """Small networks for the tests of exported files, and how to change such a file."""
 
+import numpy as np
 import onnx
 import torch
-from onnx import numpy_helper
+from onnx import helper, numpy_helper
 from torch import nn
 
 
@@ -64,6 +65,34 @@ def residual(width: int = 16) -> Residual:
         norm.weight.data.uniform_(0.5, 1.5)
         norm.bias.data.normal_(0, 0.2)
     return model
+
+
+def random(*shape):
+    return np.random.default_rng(sum(shape)).normal(size=shape).astype(np.float32)
+
+
+def residual_block(dtype=np.float32):
+    """x -> a -> relu -> b -> + relu -> mean -> gemm, with a bias that is added by an Add of its own."""
+    constants = {"a.w": random(8, 4, 3, 3), "b.w": random(8, 8, 1, 1), "fc.w": random(8, 5), "bias": random(5)}
+    nodes = [
+        helper.make_node("Conv", ["x", "a.w"], ["a"], name="a", pads=[1, 1, 1, 1]),
+        helper.make_node("Relu", ["a"], ["r"]),
+        helper.make_node("Conv", ["r", "b.w"], ["b"], name="b"),
+        helper.make_node("Add", ["b", "r"], ["sum"], name="sum"),
+        helper.make_node("GlobalAveragePool", ["sum"], ["p"]),
+        helper.make_node("Flatten", ["p"], ["f"]),
+        helper.make_node("MatMul", ["f", "fc.w"], ["m"], name="fc"),
+        helper.make_node("Add", ["m", "bias"], ["y"], name="add_bias"),
+    ]
+    kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", kind, ["n", 4, 6, 6])],
+        [helper.make_tensor_value_info("y", kind, ["n", 5])],
+        [numpy_helper.from_array(value.astype(dtype), name) for name, value in constants.items()],
+    )
+    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
 
 
 def images(count: int = 4, size: int = 8) -> torch.Tensor:

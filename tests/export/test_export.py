@@ -305,3 +305,23 @@ def test_bad_options_are_errors(tmp_path):
         halve.export(model, None, (images(2), images(3)), tmp_path / "net.onnx")
     with pytest.raises(ModelError, match="does not run on the example"):
         halve.export(model, None, torch.randn(2, 5, 8, 8), tmp_path / "net.onnx")
+
+
+class Mixed(nn.Module):
+    """Returns tensors by name, a list of them, and what is no tensor."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 8, 3), nn.Linear(8, 5)
+
+    def forward(self, x):
+        y = self.conv(x).relu()
+        parts = {"features": [y, 2 * y], "count": 3, "size": x.shape[0]}
+        return {"scores": self.head(y.mean((2, 3))), "parts": parts, "name": "mixed", "nothing": None}
+
+
+def test_outputs_that_are_no_tensors_are_left_out(tmp_path):
+    torch.manual_seed(0)
+    done = halve.export(Mixed().eval(), None, images(), tmp_path / "net.onnx", dtype=torch.float16)
+    assert done.outputs == ("scores", "parts.features.0", "parts.features.1")
+    assert done.difference < 5e-3

@@ -14,8 +14,8 @@ import torch
 from onnx import TensorProto, numpy_helper
 
 import halve
-from halve.export.quantize import activations_of, quantizable, quantize_
-from halve.export.sums import residual_sums
+from halve.export.parts import Parts
+from halve.export.quantize import quantize_
 from tests.export.nets import initializer, set_values
 from tests.export.zoo import NARROW, SIZE, narrow
 
@@ -65,9 +65,8 @@ def test_it_agrees_on_every_network_in_float16_and_int8(name, tmp_path):
 def quantized(path):
     """The file in int8, as `export` quantises it; the ranges of activations, which no weight depends on, are not."""
     proto = onnx.load(path)
-    layers = quantizable(proto, np.float16)
-    sums = residual_sums(proto, [layer.name for layer in layers], onnx.TensorProto.FLOAT16)
-    quantize_(proto, layers, sums, dict.fromkeys(activations_of(proto, layers, sums), 1.0), np.float16)
+    parts = Parts.of(proto, np.float16)
+    quantize_(proto, parts, dict.fromkeys(parts.inputs, 1.0), np.float16)
     target = path.with_suffix(".int8.onnx")
     onnx.save(proto, target)
     assert {layer.dtype for layer in halve.check_onnx(target).layers if layer.weight} == {"int8"}

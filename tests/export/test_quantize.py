@@ -2,68 +2,22 @@ import numpy as np
 import onnx
 import pytest
 import torch
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, numpy_helper
 
 from halve.export.calibration import LEVELS, measured
-from halve.export.quantize import activations_of, quantizable, quantize_, quantized_weight
+from halve.export.parts import Parts
+from halve.export.quantize import activations_of, quantize_, quantized_weight
 from halve.export.runtime import Session
-from halve.export.sums import ResidualSum
-from tests.export.nets import initializer
-
-
-def random(*shape):
-    return np.random.default_rng(sum(shape)).normal(size=shape).astype(np.float32)
-
-
-def residual_block(dtype=np.float32):
-    """x -> a -> relu -> b -> + relu -> mean -> gemm, with a bias that is added by an Add of its own."""
-    constants = {"a.w": random(8, 4, 3, 3), "b.w": random(8, 8, 1, 1), "fc.w": random(8, 5), "bias": random(5)}
-    nodes = [
-        helper.make_node("Conv", ["x", "a.w"], ["a"], name="a", pads=[1, 1, 1, 1]),
-        helper.make_node("Relu", ["a"], ["r"]),
-        helper.make_node("Conv", ["r", "b.w"], ["b"], name="b"),
-        helper.make_node("Add", ["b", "r"], ["sum"], name="sum"),
-        helper.make_node("GlobalAveragePool", ["sum"], ["p"]),
-        helper.make_node("Flatten", ["p"], ["f"]),
-        helper.make_node("MatMul", ["f", "fc.w"], ["m"], name="fc"),
-        helper.make_node("Add", ["m", "bias"], ["y"], name="add_bias"),
-    ]
-    kind = helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
-    graph = helper.make_graph(
-        nodes,
-        "g",
-        [helper.make_tensor_value_info("x", kind, ["n", 4, 6, 6])],
-        [helper.make_tensor_value_info("y", kind, ["n", 5])],
-        [numpy_helper.from_array(value.astype(dtype), name) for name, value in constants.items()],
-    )
-    return helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20)], ir_version=10)
-
+from tests.export.nets import initializer, random, residual_block
 
 LIMITS = {"x": 4.0, "r": 20.0, "b": 60.0, "f": 10.0}
-SUMS = [ResidualSum("sum", ("b", "r"))]
-
-
-def test_layers_with_constant_weights_can_be_quantised_along_their_output_channels():
-    found = {
-        layer.name: (layer.activation, layer.weight, layer.axis) for layer in quantizable(residual_block(), np.float32)
-    }
-    assert found == {"a": ("x", "a.w", 0), "b": ("r", "b.w", 0), "fc": ("f", "fc.w", 1)}
-
-
-def test_transposed_convolutions_and_products_of_activations_cannot():
-    model = residual_block()
-    for node in model.graph.node:
-        if node.name == "a":
-            node.op_type = "ConvTranspose"
-        if node.name == "fc":
-            node.input[1] = "f"
-    assert [layer.name for layer in quantizable(model, np.float32)] == ["b"]
 
 
 def test_inputs_of_layers_and_sums_are_quantised_in_the_order_of_the_graph():
     model = residual_block()
-    assert activations_of(model, quantizable(model, np.float32), SUMS) == ["x", "r", "b", "f"]
-    assert activations_of(model, quantizable(model, np.float32)) == ["x", "r", "f"]
+    parts = Parts.of(model, np.float32)
+    assert activations_of(model, parts) == ["x", "r", "b", "f"]
+    assert activations_of(model, Parts(parts.layers)) == ["x", "r", "f"]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16])
@@ -72,9 +26,9 @@ def test_a_quantised_graph_is_valid_and_computes_about_the_same(dtype):
     model = residual_block(dtype)
     before = Session(model.SerializeToString())
     seen = measured(residual_block(), LIMITS, [(x,)])
-    layers = quantizable(model, dtype)
-    assert [layer.name for layer in layers] == ["a", "b", "fc"]
-    quantize_(model, layers, SUMS, {name: histogram.largest for name, histogram in seen.items()}, dtype)
+    parts = Parts.of(model, dtype)
+    assert parts.names == ("a", "b", "fc", "sum")
+    quantize_(model, parts, {name: histogram.largest for name, histogram in seen.items()}, dtype)
     onnx.checker.check_model(model, full_check=True)
     expected, found = (session.run([x])[0].float() for session in (before, Session(model.SerializeToString())))
     assert 0 < float((found - expected).norm() / expected.norm()) < 0.03
@@ -82,7 +36,7 @@ def test_a_quantised_graph_is_valid_and_computes_about_the_same(dtype):
 
 def test_q_and_dq_have_zero_points_of_zero_and_scales_of_the_dtype():
     model = residual_block(np.float16)
-    quantize_(model, quantizable(model, np.float16), SUMS, LIMITS, np.float16)
+    quantize_(model, Parts.of(model, np.float16), LIMITS, np.float16)
     kinds = {tensor.name.rpartition("/")[2]: tensor.data_type for tensor in model.graph.initializer}
     assert kinds == {
         "scale": TensorProto.FLOAT16, "zero": TensorProto.INT8, "int8": TensorProto.INT8, "bias": TensorProto.FLOAT16,
@@ -97,21 +51,21 @@ def test_q_and_dq_have_zero_points_of_zero_and_scales_of_the_dtype():
 
 def test_a_tensor_is_quantised_once_for_all_of_its_readers():
     model = residual_block()
-    quantize_(model, quantizable(model, np.float32), SUMS, LIMITS)
+    quantize_(model, Parts.of(model, np.float32), LIMITS, np.float32)
     inputs = {node.name: list(node.input) for node in model.graph.node if node.name in ("b", "sum")}
     assert inputs == {"b": ["r/dq", "b.w/dq"], "sum": ["b/dq", "r/dq"]}
 
 
 def test_a_sum_can_be_left_out_while_its_layer_is_quantised():
     model = residual_block()
-    quantize_(model, quantizable(model, np.float32), [], LIMITS)
+    quantize_(model, Parts(Parts.of(model, np.float32).layers), LIMITS, np.float32)
     inputs = {node.name: list(node.input) for node in model.graph.node if node.name in ("b", "sum")}
     assert inputs == {"b": ["r/dq", "b.w/dq"], "sum": ["b", "r"]}
 
 
 def test_layers_that_are_left_out_keep_their_inputs():
     model = residual_block()
-    quantize_(model, [layer for layer in quantizable(model, np.float32) if layer.name == "fc"], [], LIMITS)
+    quantize_(model, Parts.of(model, np.float32).named(["fc"]), LIMITS, np.float32)
     nodes = {node.name: node for node in model.graph.node}
     assert list(nodes["b"].input) == ["r", "b.w"]
     assert list(nodes["sum"].input) == ["b", "r"]

@@ -11,7 +11,7 @@ from torchvision.models.vision_transformer import Encoder
 from torchvision.ops import SqueezeExcitation
 
 from halve.export.network import prepared
-from halve.export.quantize import quantizable
+from halve.export.parts import quantizable
 from halve.export.sums import residual_sums
 
 FLOAT = onnx.TensorProto.FLOAT

@@ -12,7 +12,7 @@ from halve.cli.output import ONNX, Output, reads
 from halve.errors import OptionError
 from halve.export.check_onnx import OnnxCheck, Status
 from halve.export.export import Exported
-from halve.export.int8 import Quantization
+from halve.export.quantization import Quantization
 
 EXIT_CODES: dict[Status, int] = {"ok": 0, "failed": 1, "none": 3}
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 import halve
-from halve.check.verify import COLUMNS, LayerCheck, Status, TensorCheck
+from halve.check.verification import COLUMNS, LayerCheck, Status, TensorCheck
 from halve.cli import options as o
 from halve.cli import show
 from halve.errors import OptionError

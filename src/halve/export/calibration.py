@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -69,22 +70,21 @@ class Histogram:
 def measured(model: object, tensors: Iterable[str], batches: Iterable[Sequence[Tensor]]) -> dict[str, Histogram]:
     """The histograms of some tensors of a float32 model, over batches of inputs."""
     found = {name: Histogram() for name in tensors}
-    session = Session(with_outputs(model, found))
+    session = Session.of(_with_outputs(model, found))
     for batch in batches:
         for name, values in zip(found, session.run(batch, list(found)), strict=True):
             found[name].add(values.numpy())
     return found
 
 
-def with_outputs(model: object, names: Iterable[str]) -> bytes:
-    """The model with more outputs, as bytes."""
+def _with_outputs(model: object, names: Iterable[str]) -> Any:
+    """A copy of the model with more outputs."""
     onnx = packages.onnx()
     copy = onnx.ModelProto()
     copy.CopyFrom(model)
     known = {value.name for value in copy.graph.output}
     copy.graph.output.extend(onnx.helper.make_empty_tensor_value_info(name) for name in names if name not in known)
-    content: bytes = copy.SerializeToString()
-    return content
+    return copy
 
 
 def limits(histograms: Mapping[str, Histogram], method: str) -> dict[str, float]:

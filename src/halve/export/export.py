@@ -15,9 +15,11 @@ from halve.errors import FileError, ModelError, OptionError, first_line, listed
 from halve.export import file, packages
 from halve.export.check_onnx import OnnxCheck, checked, shapes_of
 from halve.export.entry import Entry, Normalization
-from halve.export.int8 import CalibrationImages, Quantization, Quantizer
+from halve.export.images import CalibrationImages
+from halve.export.int8 import Quantizer
 from halve.export.network import Network, add_metadata_, outputs_of, prepared
-from halve.export.runtime import Session
+from halve.export.quantization import Quantization
+from halve.export.runtime import Session, has_float16
 from halve.masks.apply import OnChanged, apply
 from halve.masks.file import checksum
 from halve.masks.layout import unpermuted
@@ -208,8 +210,9 @@ def _write(
     name = str(dtype).removeprefix("torch.")
     quantization = None
     if quantizer is not None:
-        quantization = quantizer.quantize_(proto, name, network.to_onnx(torch.float32))
-        name = f"int8, {name}"
+        exact = proto if dtype == torch.float32 else network.to_onnx(torch.float32)
+        quantization = quantizer.quantize_(proto, name, exact)
+        name = f"int8, {name}" if quantization.quantized else name
     add_metadata_(proto, {"format": file.FORMAT, "version": VERSION, "dtype": name})
     if entry.notes:
         add_metadata_(proto, {"notes": entry.notes})
@@ -221,9 +224,12 @@ def _write(
         add_metadata_(proto, {"masks": checksum(masks), "layers": layers})
     with tempfile.TemporaryDirectory() as folder:  # nothing gets the name of the file before it is proven
         trial = file.read(file.write(Path(folder) / path.name, proto))
-        difference, images, notes = _compared(trial, network.inputs, reference, dtype, quantizer is None)
-        if quantizer is not None and quantization is not None:
-            quantization = quantization.with_quality("int8", quantizer.quality(trial.path))
+        _check_valid(trial)
+        session = None if dtype == torch.bfloat16 else Session(trial.path, float16=has_float16(trial.model))
+        difference, images, notes = _compared(trial, session, network.inputs, reference, dtype, quantizer is None)
+        if quantizer is not None and quantization is not None and session is not None:
+            quantization = quantization.with_quality(int8=quantizer.quality(session))
+            notes = (*_notes_on(quantization, str(dtype).removeprefix("torch.")), *notes)
         _check_layers(checked(trial))
         file.copy(trial.path, path, force=force)
     if unread:
@@ -235,24 +241,43 @@ def _write(
     return Exported(*about, checked(opened), notes, quantization)
 
 
-def _compared(
-    trial: file.OnnxFile, inputs: tuple[Tensor, ...], reference: list[Tensor], dtype: torch.dtype, exact: bool
-) -> tuple[float | None, int, tuple[str, ...]]:
-    """The difference of a file to the masked model, on how many images, and what to note about it."""
-    onnx, notes = packages.onnx(), []
+def _notes_on(quantization: Quantization, dtype: str) -> list[str]:
+    notes = []
+    if not quantization.quantized:
+        notes.append(f"nothing is in int8: max_drop is too small for any layer, so all stay in {dtype}")
+    if unmatched := quantization.unmatched:
+        notes.append(
+            f"{len(unmatched)} layers and sums stay in {dtype}: the model's code computes their inputs differently "
+            f"than in float32, which activations are measured in: {listed(unmatched, 4)}"
+        )
+    return notes
+
+
+def _check_valid(trial: file.OnnxFile) -> None:
     try:
-        onnx.checker.check_model(str(trial.path), full_check=True)
+        packages.onnx().checker.check_model(str(trial.path), full_check=True)
     except Exception as error:  # the checker's own classes
         raise ModelError(f"the exported graph is not valid ONNX: {first_line(error)}") from error
+
+
+def _compared(
+    trial: file.OnnxFile,
+    session: Session | None,
+    inputs: tuple[Tensor, ...],
+    reference: list[Tensor],
+    dtype: torch.dtype,
+    exact: bool,
+) -> tuple[float | None, int, tuple[str, ...]]:
+    """The difference of a file to the masked model, on how many images, and what to note about it."""
+    notes = []
     images = len(inputs[0])
     fixed = [size for shape in shapes_of(trial).values() for size in shape[:1] if size is not None]
     if fixed:
         notes.append(f"the batch size is fixed to {fixed[0]}: the model's code depends on it")
         images = min(images, fixed[0])
         inputs = tuple(_repeated(x, fixed[0]) for x in inputs)
-    if dtype == torch.bfloat16:
+    if session is None:  # onnxruntime does not run the dtype
         return None, 0, tuple(notes)
-    session = Session(trial.path)
     got = session.run(inputs)
     if not _finite_like([x[:images] for x in got], [x[:images] for x in reference]):
         raise ModelError(f"the file computes NaN or infinity in {dtype} where the model does not")

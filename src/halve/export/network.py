@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.utils._pytree as pytree
 from torch import Tensor, nn
+from torch.export.graph_signature import ConstantArgument
 from torch.fx import Node
 
 from halve.errors import ModelError, first_line, listed
@@ -66,6 +67,7 @@ class Network:
             self.parts[dtype] = _captured(self.module, self.inputs, dtype)
         part = self.parts[dtype]
         drop_identities_(part, self.folded)
+        _keep_tensors_(part)
         part.program.state_dict.update(_in_dtype(self.module, dtype).state_dict(keep_vars=True))
         opset = _BFLOAT16_OPSET if dtype == torch.bfloat16 else OPSET
         with TRACING_LOCK, torch.no_grad(), warnings.catch_warnings():
@@ -157,6 +159,21 @@ def _captured(module: nn.Module, inputs: tuple[Tensor, ...], dtype: torch.dtype)
             f"export a module of it that takes and returns tensors, or rewrite what depends on the data"
         )
     return captured.parts[0]
+
+
+def _keep_tensors_(part: Part) -> None:
+    """Leave out what a captured graph returns besides tensors, such as numbers: the exporter only takes None."""
+    node = part.graph.output_node()
+    returned: Any = node.args[0]
+    pairs = list(zip(returned, part.program.graph_signature.output_specs, strict=True))
+    for value, spec in pairs:
+        if not _is_tensor(value):
+            spec.arg = ConstantArgument(name="", value=None)
+    node.args = (tuple(value if _is_tensor(value) else None for value, _ in pairs),)
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, Node) and isinstance(value.meta.get("val"), Tensor)
 
 
 def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:

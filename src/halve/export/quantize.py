@@ -4,9 +4,7 @@ Weights are stored as int8, with one scale per output channel. Activations have 
 quantised layers, and both inputs of residual sums, so that TensorRT can compute them in int8 too.
 """
 
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -14,86 +12,48 @@ from numpy.typing import NDArray
 
 from halve.export import packages
 from halve.export.calibration import LEVELS
-from halve.export.file import OnnxFile, from_numpy
-from halve.export.sums import ResidualSum
-from halve.export.weights import products_in
-
-_OPERATORS = ("Conv", "Gemm", "MatMul")  # transposed convolutions stay in float
+from halve.export.file import from_numpy
+from halve.export.parts import Parts
 
 
-@dataclass(frozen=True)
-class Quantizable:
-    """A layer that can be quantised, and what it reads."""
-
-    name: str
-    activation: str  # the tensor
-    weight: str  # the initializer
-    axis: int  # of the weight's output channels
-
-
-def quantizable(model: Any, dtype: Any) -> list[Quantizable]:
-    """The layers that can be quantised: those that multiply an activation by an initializer, both in this dtype."""
-    kind = packages.onnx().helper.np_dtype_to_tensor_dtype(np.dtype(dtype))
-    constants = {tensor.name: tensor.data_type for tensor in model.graph.initializer}
-    found = []
-    for product in products_in(OnnxFile(Path(), model, 0)):
-        node, weight = product.node, product.weight
-        if weight is None or node.op_type not in _OPERATORS or constants.get(node.input[1]) != kind:
-            continue
-        if node.input[0] in constants:  # a layer of a parameter, such as the queries of a detector
-            continue
-        if node.op_type != "Conv" and weight.values.ndim != 2:
-            continue
-        axis = 1 - weight.axis  # a weight has input and output channels on its first two axes, in either order
-        found.append(Quantizable(product.name, node.input[0], node.input[1], axis))
-    return found
-
-
-def activations_of(model: Any, layers: Collection[Quantizable], sums: Collection[ResidualSum] = ()) -> list[str]:
+def activations_of(model: Any, parts: Parts) -> list[str]:
     """The tensors that get Q/DQ nodes if these layers and sums are quantised, in the order of the graph."""
-    wanted = {layer.activation for layer in layers} | {name for one in sums for name in one.inputs}
+    wanted = parts.inputs
     given = [value.name for value in model.graph.input]
     produced = [name for node in model.graph.node for name in node.output]
     return [name for name in (*given, *produced) if name in wanted]
 
 
-def quantize_(
-    model: Any,
-    layers: Collection[Quantizable],
-    sums: Collection[ResidualSum],
-    limits: Mapping[str, float],
-    dtype: Any = np.float32,
-) -> None:
+def quantize_(model: Any, parts: Parts, limits: Mapping[str, float], dtype: Any) -> None:
     """Quantise some layers and residual sums of a model in place.
 
     Args:
         model: A model in float32 or float16.
-        layers: The layers, from `quantizable`.
-        sums: The sums, from `residual_sums`.
+        parts: The layers and sums.
         limits: The largest magnitude of each activation that int8 covers.
-        dtype: What the model computes in. Scales have it, as ONNX wants it. Default: float32.
+        dtype: What the model computes in. Scales have it, as ONNX wants it.
     """
     helper, graph = packages.onnx().helper, model.graph
     tensors = {tensor.name: tensor for tensor in graph.initializer}
     before: dict[str, list[Any]] = {}  # nodes to put before the first reader of a tensor
     dequantized: dict[str, str] = {}
-    for name in activations_of(model, layers, sums):
+    for name in activations_of(model, parts):
         scale = _scales(np.array(limits[name]), dtype)
         graph.initializer.extend(
             [from_numpy(scale, f"{name}/scale"), from_numpy(np.zeros((), np.int8), f"{name}/zero")]
         )
-        parts = [f"{name}/scale", f"{name}/zero"]
+        scaled = [f"{name}/scale", f"{name}/zero"]
         before[name] = [
-            helper.make_node("QuantizeLinear", [name, *parts], [f"{name}/q"], name=f"{name}/QuantizeLinear"),
+            helper.make_node("QuantizeLinear", [name, *scaled], [f"{name}/q"], name=f"{name}/QuantizeLinear"),
             helper.make_node(
-                "DequantizeLinear", [f"{name}/q", *parts], [f"{name}/dq"], name=f"{name}/DequantizeLinear"
+                "DequantizeLinear", [f"{name}/q", *scaled], [f"{name}/dq"], name=f"{name}/DequantizeLinear"
             ),
         ]
         dequantized[name] = f"{name}/dq"
-    for weight, axis in {layer.weight: layer.axis for layer in layers}.items():
+    for weight, axis in {layer.weight: layer.axis for layer in parts.layers}.items():
         before[weight] = [_store_(graph, tensors[weight], axis, dtype)]
         dequantized[weight] = f"{weight}/dq"
-    readers = {layer.name for layer in layers} | {one.name for one in sums}
+    readers = set(parts.names)
     nodes = []
     for node in graph.node:
         if node.name in readers:

@@ -18,7 +18,13 @@ _UNSAFE_IN_FLOAT16 = ["NchwcTransformer"]  # onnxruntime 1.31 ends the process o
 class Session:
     """A model that is ready to run."""
 
-    def __init__(self, source: Path | bytes) -> None:
+    def __init__(self, source: Path | bytes, *, float16: bool | None = None) -> None:
+        """Load a model.
+
+        Args:
+            source: The model, as a file or as bytes.
+            float16: Whether it has weights in float16. Default: the model is read to see.
+        """
         onnxruntime = packages.onnxruntime()
         onnxruntime.set_default_logger_severity(_QUIET)
         options = onnxruntime.SessionOptions()
@@ -27,7 +33,9 @@ class Session:
         # Q/DQ as the file has it: fused int8 kernels of some CPUs saturate, and give other results
         options.add_session_config_entry("session.disable_quant_qdq", "1")
         given: Any = str(source) if isinstance(source, Path) else source
-        unsafe = _UNSAFE_IN_FLOAT16 if _has_float16(source) else []
+        if float16 is None:
+            float16 = _reads_float16(source)
+        unsafe = _UNSAFE_IN_FLOAT16 if float16 else []
         try:
             self._session = onnxruntime.InferenceSession(
                 given, options, providers=["CPUExecutionProvider"], disabled_optimizers=unsafe
@@ -38,6 +46,11 @@ class Session:
         self.types = [value.type for value in self._session.get_inputs()]
         self.shapes: list[list[Any]] = [list(value.shape) for value in self._session.get_inputs()]
         self.outputs = [value.name for value in self._session.get_outputs()]
+
+    @classmethod
+    def of(cls, model: Any) -> "Session":
+        """A ModelProto that is ready to run."""
+        return cls(model.SerializeToString(), float16=has_float16(model))
 
     def __deepcopy__(self, memo: object) -> "Session":
         return self  # runs do not change it
@@ -52,15 +65,18 @@ class Session:
         return [torch.from_numpy(np.asarray(value)) for value in found]
 
 
-def _has_float16(source: Path | bytes) -> bool:
-    """Whether a model has weights in float16. A file that cannot be read has none: onnxruntime says what is wrong."""
-    onnx = packages.onnx()
+def has_float16(model: Any) -> bool:
+    """Whether a model has weights in float16."""
+    return any(tensor.data_type == packages.onnx().TensorProto.FLOAT16 for tensor in model.graph.initializer)
+
+
+def _reads_float16(source: Path | bytes) -> bool:
+    """The same of a file or bytes. What cannot be read has none: onnxruntime says what is wrong."""
     try:
         content = source if isinstance(source, bytes) else source.read_bytes()
-        graph = onnx.ModelProto.FromString(content).graph
+        return has_float16(packages.onnx().ModelProto.FromString(content))
     except Exception:  # protobuf's DecodeError, whose class depends on the implementation
         return False
-    return any(tensor.data_type == onnx.TensorProto.FLOAT16 for tensor in graph.initializer)
 
 
 def _array(tensor: Tensor, kind: str) -> Any:

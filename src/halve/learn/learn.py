@@ -18,9 +18,7 @@ from halve.learn.distributed import Processes
 from halve.learn.frozen import channels_last_
 from halve.learn.frozen import frozen as frozen_copy
 from halve.learn.held_back import Split, chosen_from, hold_back, hold_back_none
-from halve.learn.identity import identity_of_data, identity_of_layers, identity_of_model
 from halve.learn.initialization import (
-    ChannelOrders,
     Inputs,
     Layers,
     Search,
@@ -34,23 +32,19 @@ from halve.learn.initialization import (
 from halve.learn.interrupt import deferred_interrupt
 from halve.learn.learner import Learner
 from halve.learn.loop import Loop
-from halve.learn.moving import MovingStatistics
-from halve.learn.norms import Norms
 from halve.learn.objective import find_blocks, named_blocks, resolve_objective
 from halve.learn.probe import Estimate
 from halve.learn.reporting import Report, Reporter, check_log
+from halve.learn.run import Run
 from halve.learn.run_state import RunFile, check_new, saved_permutation
-from halve.learn.sampling import Sampler
 from halve.learn.settings import LearnOptions, Settings, preset_options, split_options
 from halve.learn.stream import BatchStream
 from halve.learn.time_budget import TimeBudget
 from halve.learn.validation import Validation
 from halve.masks.mask import MaskSet
-from halve.masks.recipe import origin_of, with_digests, with_fingerprint
 from halve.modules import device_of, unwrapped
 from halve.permute.policy import search_by_default, search_seconds
 from halve.process_state import preserved_process_state
-from halve.select.select import SelectOptions, plain_options
 
 _SHARE = 4  # masks are learned again for a quarter of the steps
 _NOT_AGAIN = (  # options of `learn` that hold for the first run only
@@ -216,14 +210,12 @@ def learn(
 
     # learn
     half = precision == "bfloat16" or (precision == "auto" and processes.device.type == "cuda")
-    learner = _learner(frozen, sampler, blocks, settings, forward, processes, half)
-    recipe = {"method": "learn", **settings.described(), "preset": preset, "blocks": blocks}
-    recipe |= {"selection": plain_options(selection), "not_masked": dict(layers.not_masked)}
-    recipe |= {**orders.recipe(), **origin_of(model)}
+    run = Run(inputs, layers, orders, settings, split, stream, processes, half)
+    learner, recipe = run.learner(frozen, sampler, blocks), run.recipe(preset, blocks, selection)
 
     def complete(found: MaskSet, quality: Mapping[str, Any] | None = None) -> MaskSet:
         facts = {"quality": quality or {"unknown": "not measured"}, "seconds": round(budget.spent, 1)}
-        return with_digests(_complete(found, layers, orders, recipe | facts), model)
+        return run.complete(found, recipe | facts)
 
     comparison = Comparison(
         Validation(learner, split, settings) if split.source else None,
@@ -235,8 +227,7 @@ def learn(
     )
     file = None
     if run_state is not None:
-        identity, likely = _identity(settings, layers, orders, model, half, split, stream, processes)
-        file = RunFile(Path(run_state), save_every, identity, likely, orders.state(), learner.statistics)
+        file = RunFile(Path(run_state), save_every, *run.identity(), orders.state(), learner.statistics)
     reporter = Reporter(processes, report, log, progress is True)
     outcome = Loop(learner, stream, settings, processes, reporter, budget, comparison, file).run(resume)
 
@@ -252,9 +243,8 @@ def learn(
     if trade is not None:
         masks = _traded(trade, inputs, masks)
         masks = processes.broadcast(comparison.judged(masks) if processes.is_main else masks)
-        if processes.count == 1 and split.kind != "iterator" and masks.recipe["ended"] != "interrupted":
-            again = {"forward": forward, "precision": precision, "report": report, "progress": progress}
-            masks = _relearned(trade, inputs, masks, split, given, selection, again)
+        others = {"forward": forward, "precision": precision, "report": report, "progress": progress}
+        masks = _relearned(trade, run, masks, {**given, **selection, **others})
     return masks
 
 
@@ -346,56 +336,6 @@ def _first_batch(inputs: Inputs, settings: Settings, stream: BatchStream) -> Any
     return next(iterate(inputs.data)) if reads_data(settings.start) else stream.peek()
 
 
-def _learner(
-    frozen: nn.Module,
-    sampler: Sampler,
-    blocks: list[str],
-    settings: Settings,
-    forward: Forward | None,
-    processes: Processes,
-    half: bool,
-) -> Learner:
-    start = settings.start if isinstance(settings.start, MaskSet) else MaskSet({})
-    return Learner(
-        frozen,
-        sampler,
-        resolve_objective(settings.objective, settings.match),
-        blocks,
-        norms=Norms(frozen, start.corrections, learned=settings.norms == "learn"),
-        statistics=MovingStatistics(frozen, start.statistics, moving=settings.norms == "track"),
-        forward=forward,
-        dense=settings.objective != "task",
-        hard=settings.hard,
-        seed=settings.seed,
-        rank=processes.rank,
-        autocast=torch.bfloat16 if half else None,
-        augment=settings.augment and settings.objective == "distill" and forward is None,
-    )
-
-
-def _identity(
-    settings: Settings,
-    layers: Layers,
-    orders: ChannelOrders,
-    model: nn.Module,
-    half: bool,
-    split: Split,
-    stream: BatchStream,
-    processes: Processes,
-) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What tells runs apart: what must be the same to resume a run, and what should be."""
-    certain, likely = identity_of_data(split, stream, settings.seed)
-    identity = {
-        "settings": settings.described(),
-        "layers": identity_of_layers(orders.choices(layers)),
-        "model": identity_of_model(model),
-        "precision": "bfloat16" if half else "float32",
-        "data": certain,
-        "processes": processes.count,
-    }
-    return identity, {"data": likely}
-
-
 def _kept(learner: Learner, settings: Settings, complete: Callable[[MaskSet], MaskSet]) -> MaskSet | None:
     """What a run that failed has learned so far."""
     try:
@@ -421,15 +361,6 @@ def _verdict(
     return verdict
 
 
-def _complete(found: MaskSet, layers: Layers, orders: ChannelOrders, recipe: Mapping[str, Any]) -> MaskSet:
-    """The masks with fingerprints of their weights, channel orders and a recipe."""
-    masks = {
-        choice.name: with_fingerprint(found[choice.name], layers.weights[choice.name], choice.shared_with)
-        for choice in orders.choices(layers)
-    }
-    return MaskSet(masks, found.statistics, recipe, orders.moves, corrections=found.corrections)
-
-
 def _traded(trade: Trade, inputs: Inputs, masks: MaskSet) -> MaskSet:
     """The masks within the accuracy budget or the speed target; an error keeps those that were learned."""
     try:
@@ -452,23 +383,16 @@ def options_to_relearn(options: Mapping[str, Any], masks: MaskSet, steps: int) -
     return again | chosen
 
 
-def _relearned(
-    trade: Trade,
-    inputs: Inputs,
-    masks: MaskSet,
-    split: Split,
-    settings: Mapping[str, Any],
-    selection: SelectOptions,
-    others: Mapping[str, Any],
-) -> MaskSet:
+def _relearned(trade: Trade, run: Run, masks: MaskSet, options: Mapping[str, Any]) -> MaskSet:
     """The masks of the layers that are not left dense, learned again for a quarter of the steps, if that is better."""
-    recipe = masks.recipe
-    if not recipe["left_dense"]:
+    recipe, split, inputs = masks.recipe, run.split, run.inputs
+    once = run.processes.count > 1 or split.kind == "iterator" or recipe["ended"] == "interrupted"
+    if once or not recipe["left_dense"]:
         return masks
-    again = options_to_relearn({**settings, **selection}, masks, recipe["steps_done"])
+    again = options_to_relearn(options, masks, recipe["steps_done"])
     validation = split.held_back if split.source else False
     try:
-        found = learn(inputs.model, split.data, **again, **others, validation=validation)
+        found = learn(inputs.model, split.data, **again, validation=validation)
         drop = trade.drop(inputs.model, found, inputs.forward)
     except LearningError as error:
         warn(f"the layers that are left were not learned again: {first_line(error)}", LearningWarning)

@@ -1,8 +1,9 @@
 """Decide which layers are masked, with a reason for each layer."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypedDict, overload
 
@@ -38,7 +39,6 @@ REMAINDERS: tuple[Remainder, ...] = ("skip", "pad", "error")
 Globs = str | Sequence[str]
 PatternRule = str | Pattern | Mapping[str, str | Pattern | None]
 NOT_RUN = "did not run on the data"
-_HEAD = "output head"
 
 
 class SelectOptions(TypedDict, total=False):
@@ -57,7 +57,10 @@ class SelectOptions(TypedDict, total=False):
 
 @dataclass(frozen=True)
 class Choice:
-    """The decision on one layer: masked with `pattern` in `layout`, or dense (both None), and the reason."""
+    """The decision on one layer: masked with `pattern` in `layout`, or dense (both None), and the reason.
+
+    `is_head` says whether the reason is that it is an output head.
+    """
 
     name: str
     type: str
@@ -66,6 +69,7 @@ class Choice:
     layout: Layout | None
     reason: str
     shared_with: tuple[str, ...] = ()
+    is_head: bool = False
 
     @property
     def masked(self) -> bool:
@@ -186,35 +190,36 @@ def select(
     owners = _owners(model)
     speeds = None if plan is None else _speeds(plan, target, layers, order)
 
-    def decide(name: str, module: nn.Module) -> tuple[Pattern | None, Layout | None, str]:
+    def decide(name: str, module: nn.Module) -> Choice:
+        about = (name, type(module).__name__, _shape(module))
+        dense = partial(Choice, *about, None, None)
         named = _match(name, extra)
         if reason := _unusable(name, module, owners):
-            return None, None, reason
+            return dense(reason)
         if only is not None and not _match(name, only) and not named:
-            return None, None, "not in include"
+            return dense("not in include")
         if wanted is not None and kind_of(module) not in wanted and not named:
-            return None, None, f"not in kinds ({listed(wanted)})"
+            return dense(f"not in kinds ({listed(wanted)})")
         if never is not None and _match(name, never):
-            return None, None, "in exclude"
+            return dense("in exclude")
         rule = next((rule for glob, rule in patterns.items() if fnmatchcase(name, glob)), None)
         if rule is None:
-            return None, None, "no pattern matches it"
+            return dense("no pattern matches it")
         groups = int(getattr(module, "groups", 1))
-        if not heads.isdisjoint((name, *owners[_key(module)])) and not named:
-            return None, None, f"{_HEAD} (also={name!r} masks it)"
+        names = owners[_key(module)]
+        if not heads.isdisjoint((name, *names)) and not named:
+            return dense(f"output head (also={name!r} masks it)", is_head=True)
         if groups > 1 and not named:
             word = "depthwise" if groups == module.in_channels else f"grouped ({groups} groups)"
-            return None, None, f"{word} convolution (also={name!r} masks within each group)"
+            return dense(f"{word} convolution (also={name!r} masks within each group)")
         if speeds is not None and not named and (reason := _does_not_pay(speeds, name, rule)):
-            return None, None, f"{reason} (also={name!r} masks it)"
-        return _lay_out(name, module, rule, order, remainder)
+            return dense(f"{reason} (also={name!r} masks it)")
+        layout, reason = _lay_out(name, module, rule, order, remainder)
+        if layout is None:
+            return dense(reason)
+        return Choice(*about, rule, layout, reason, tuple(other for other in names if other != name))
 
-    choices = []
-    for name, module in layers:
-        rule, layout, reason = decide(name, module)
-        shape = _shape(module)
-        shared = tuple(other for other in owners.get(_key(module), ()) if other != name) if layout else ()
-        choices.append(Choice(name, type(module).__name__, shape, rule, layout, reason, shared))
+    choices = [decide(name, module) for name, module in layers]
     if data is not None:
         choices = _running(model, choices, extra, data, forward)
     return Selection(choices)
@@ -242,12 +247,10 @@ def _running(
     model: nn.Module, choices: list[Choice], also: tuple[str, ...] | None, data: Any, forward: Forward | None
 ) -> list[Choice]:
     """The choices without masks for layers that do not run on the data, unless they are named."""
-    doubtful = [c.name for c in choices if (c.masked or c.reason.startswith(_HEAD)) and not _match(c.name, also)]
+    doubtful = [c.name for c in choices if (c.masked or c.is_head) and not _match(c.name, also)]
     idle = set(doubtful) - layers_that_run(model, doubtful, data, forward)
     return [
-        replace(c, pattern=None, layout=None, reason=f"{NOT_RUN} (also={c.name!r} masks it)", shared_with=())
-        if c.name in idle
-        else c
+        Choice(c.name, c.type, c.shape, None, None, f"{NOT_RUN} (also={c.name!r} masks it)") if c.name in idle else c
         for c in choices
     ]
 
@@ -287,7 +290,8 @@ def plain_options(selection: SelectOptions) -> dict[str, Any]:
 
 def _lay_out(
     name: str, module: nn.Module, rule: Pattern, order: Order, remainder: Remainder
-) -> tuple[Pattern | None, Layout | None, str]:
+) -> tuple[Layout | None, str]:
+    """How a layer's blocks lie, or None, and the reason."""
     kind = kind_of(module)
     assert kind is not None  # every other module was found unusable
     groups = int(getattr(module, "groups", 1))
@@ -297,14 +301,14 @@ def _lay_out(
         reason = f"{layout.columns} {what}, not divisible by {rule.size}"
         if remainder == "error":
             raise ModelError(f"layer {name}: {reason}; remainder='skip' keeps it dense, remainder='pad' pads it")
-        return None, None, f"{reason} (remainder='pad' pads them)"
+        return None, f"{reason} (remainder='pad' pads them)"
     layout = Layout(kind, layout.shape, rule.size, groups, order, pad=bool(layout.virtual))
     reason = "along input channels" if order == "channels" else "flat, as in the paper"
     if groups > 1:
         reason += f", within each of {groups} groups"
     if layout.virtual:
         reason += f", {layout.virtual} virtual columns"
-    return rule, layout, reason
+    return layout, reason
 
 
 def _unusable(name: str, module: nn.Module, owners: Mapping[int, Sequence[str]]) -> str | None:
