@@ -27,7 +27,7 @@ class HalveError(Exception):
 
 
 class PatternError(HalveError, ValueError):
-    """An invalid N:M pattern, or codes that do not match theirs."""
+    """An invalid N:M pattern, or codes that do not match the pattern."""
 
 
 class ModelError(HalveError, ValueError):
@@ -75,7 +75,7 @@ class LearningError(HalveError, RuntimeError):
 
 
 class LearningWarning(UserWarning):
-    """Learning ended early, has masks of unknown or little use, or is not reproducible bit for bit."""
+    """Learning ended early, found masks that are poor or could not be validated, or is not reproducible bit for bit."""
 
 
 class ChannelOrderWarning(UserWarning):

@@ -178,8 +178,8 @@ def test_learning_again_keeps_what_is_better():
     [
         ({"max_drop": 0.1, "min_speedup": 1.5}, "not both"),
         ({"min_speedup": 1.5}, "min_speedup= needs plan="),
-        ({"min_speedup": 0.5}, "min_speedup must be a number from 1 on"),
-        ({"min_speedup": float("nan")}, "min_speedup must be a number from 1 on"),
+        ({"min_speedup": 0.5}, "min_speedup must be at least 1"),
+        ({"min_speedup": float("nan")}, "min_speedup must be at least 1"),
     ],
     ids=["both", "no plan", "slower", "NaN"],
 )

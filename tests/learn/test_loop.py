@@ -225,7 +225,7 @@ def test_the_budget_in_epochs_counts_batches_and_accumulation():
 
 
 # What a machine that is busy may say.
-BY_THE_CLOCK = pytest.mark.filterwarnings("ignore:the time is enough for", "ignore:the learned masks are worse")
+BY_THE_CLOCK = pytest.mark.filterwarnings("ignore:there is time for only", "ignore:the learned masks are worse")
 
 
 @BY_THE_CLOCK
@@ -277,7 +277,7 @@ def test_short_runs_have_less_noise_and_the_recipe_tells_it(options, noise):
 
 
 def test_a_time_that_is_too_short_is_told_with_the_time_it_would_take():
-    with pytest.warns(LearningWarning, match="the time is enough for about") as told:
+    with pytest.warns(LearningWarning, match="there is time for only about") as told:
         masks = learn(Slow(), [images(4)] * 40, minutes=0.03)
     steps = masks.recipe["steps_done"]
     assert 5 < steps < 25
@@ -290,7 +290,7 @@ def test_a_time_that_is_too_short_is_told_with_the_time_it_would_take():
 def test_slow_checks_take_a_bounded_share_of_the_time():
     """512 validation images alone would take five seconds for each set of masks."""
     data, started = DataLoader(TensorDataset(images(10_240)), 4), time.perf_counter()
-    with pytest.warns(LearningWarning, match="the time is enough for about"):
+    with pytest.warns(LearningWarning, match="there is time for only about"):
         masks = learn(Slow(), data, minutes=0.05, validation=None, fallback=False)
     assert time.perf_counter() - started < 1.15 * 3 + 0.5
     assert masks.recipe["quality"]["images"] == 8

@@ -38,7 +38,7 @@ def test_the_estimate_comes_before_the_first_step_with_positive_numbers():
     assert first.steps == 3
 
 
-@pytest.mark.filterwarnings("ignore:the time is enough for")  # on a machine that is busy
+@pytest.mark.filterwarnings("ignore:there is time for only")  # on a machine that is busy
 def test_the_estimate_of_a_run_by_the_clock_is_what_is_left_of_the_time():
     seen = []
     learn(convnet(), loader(), minutes=0.02, report=seen.append)

@@ -73,7 +73,7 @@ def bench(
     while_timing: Callable[[], AbstractContextManager[object]] = contextlib.nullcontext,
     progress: Progress = True,
 ) -> list[Measurement]:
-    """Measure latency, memory and energy of the masked model in several systems.
+    """Measure latency, memory and energy of the masked model, compared with other systems.
 
     Times are medians per call, including input checks and copies; inputs are already on the device. Systems are timed
     in interleaved rounds in random order. A system that fails, returns wrong outputs or is not available gets an

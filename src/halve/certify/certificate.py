@@ -95,7 +95,7 @@ class Certificate:
         if found["version"] != FORMAT_VERSION:
             raise FileError(f"{path} is a certificate of version {found['version']}; halve reads {FORMAT_VERSION}")
         if found.pop("sha256") != _checksum(found):
-            raise FileError(f"{path} was changed after it was written: its checksum does not fit")
+            raise FileError(f"{path} was changed after it was written: its checksum does not match")
         values = {key: found[key] for key in _KEYS[2:]}
         return cls(**values | {"assumptions": tuple(found["assumptions"])})
 

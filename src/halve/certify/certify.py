@@ -72,7 +72,7 @@ def certify(
         data: Batches of images, drawn at random from those that the statement is about.
         share: Stop counting as soon as this share is proven, or refuted. The bound then holds at all times at once,
             which takes about half as many images again. The images must come in random order.
-        confidence: How sure the statement is, below 1. Default: 0.999.
+        confidence: Confidence level of the statement, below 1. Default: 0.999.
         by: Also certify groups, with bounds that hold together: "class", as the reference predicts, "label", or a
             function that returns the group of each image of a batch.
         against: Other masks: certify by how much `masks` agree more often than these, on the same images.

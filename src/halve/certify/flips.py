@@ -120,7 +120,7 @@ def _groups(by: By | None, batch: Any, wanted: Tensor) -> list[str]:
     if by == "label":
         labels = labels_of(batch)
         if labels is None:
-            raise DataError("by='label' needs labels: (images, labels), or by='class' for what the dense one predicts")
+            raise DataError("by='label' needs labels: (images, labels), or by='class' to group by predicted class")
         found: list[Any] = labels.tolist()
     else:
         assert callable(by)

@@ -33,7 +33,7 @@ def certify(
         float | None,
         typer.Option(min=0, max=1, help="Stop as soon as this share is proven or refuted, such as 0.99."),
     ] = None,
-    confidence: Annotated[float, typer.Option(min=0, max=1, help="How sure the statement is.")] = 0.999,
+    confidence: Annotated[float, typer.Option(min=0, max=1, help="Confidence level of the statement.")] = 0.999,
     by: Annotated[
         str | None, typer.Option(help="Also certify each 'class' that the dense network predicts, or each 'label'.")
     ] = None,
@@ -63,14 +63,14 @@ def certify(
     changed_blocks: Annotated[
         int | None,
         typer.Option(
-            min=1, help="Prove that no change of so many blocks of the masks changes the class, and attack it."
+            min=1, help="Prove that no change of up to this many blocks of the masks changes the class, and attack it."
         ),
     ] = None,
     branches: Annotated[
         int,
         typer.Option(
             min=0,
-            help="With --region, --reuse or --changed-blocks: divide proofs that do not suffice into so many parts.",
+            help="With --region, --reuse or --changed-blocks: split failed proofs into up to this many parts.",
         ),
     ] = 0,
     check: Annotated[Path | None, typer.Option(help="Compute this certificate again; fail if it is not true.")] = None,

@@ -27,9 +27,9 @@ def evaluate(
     masks: o.MaskFiles = None,
     weights: o.Weights = None,
     task: Annotated[
-        str | None, typer.Option(help=f"What the outputs are: {', '.join(get_args(Task))} (default: told from them).")
+        str | None, typer.Option(help=f"What the outputs are: {', '.join(get_args(Task))} (default: inferred).")
     ] = None,
-    min_score: Annotated[float, typer.Option(min=0, max=1, help="The lowest score of boxes that count.")] = 0.0,
+    min_score: Annotated[float, typer.Option(min=0, max=1, help="Ignore boxes with a lower score.")] = 0.0,
     per_layer: Annotated[
         bool,
         typer.Option(

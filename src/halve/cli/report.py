@@ -36,7 +36,7 @@ def report(
     ] = None,
     certificate: Annotated[Path | None, typer.Option(help="File of 'halve certify --out'.")] = None,
     model: Annotated[
-        str | None, typer.Option(metavar="MODEL", help="With --data: show images that are seen differently.")
+        str | None, typer.Option(metavar="MODEL", help="With --data: show images on which predictions differ.")
     ] = None,
     weights: o.Weights = None,
     data: o.OptionalData = None,
@@ -55,7 +55,7 @@ def report(
     force: o.Force = False,
     json: o.Json = False,
 ) -> None:
-    """Write a page about masks: verdict, learning curve, layers, images that are seen differently.
+    """Write a page about masks: verdict, learning curve, layers, images on which predictions differ.
 
     One HTML file that needs nothing else. A part appears if its input is given.
 

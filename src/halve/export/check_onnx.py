@@ -71,7 +71,7 @@ class OnnxCheck:
         if any(layer.picked is not None for layer in self.layers):
             text += f"; TensorRT picked {len(picked)}"
         if self.status == "failed":
-            text += f"; {len(self.failures)} masked layer(s) not 2:4 any more: {listed(self.failures, 4)}"
+            text += f"; {len(self.failures)} masked layer(s) no longer 2:4: {listed(self.failures, 4)}"
         return text
 
     @property

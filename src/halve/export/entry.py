@@ -33,7 +33,7 @@ class Entry:
         self.is_detector = takes_lists(model)
         if self.is_detector and not all(hasattr(model, part) for part in ("backbone", "head", "transform")):
             raise ModelError(
-                f"{type(model).__name__} proposes regions and looks at them again, which is not one graph; detectors "
+                f"{type(model).__name__} is a detector with two stages and cannot be exported as one graph; detectors "
                 f"with one stage (RetinaNet, SSD, FCOS) can be exported up to their heads, of this one its backbone"
             )
         self._transform: Any = model.transform if self.is_detector else None

@@ -220,7 +220,7 @@ def check_accuracy_budget(max_drop: float, metric: str) -> None:
 def check_speed_target(min_speedup: float) -> None:
     """Raise `OptionError` for a speed-up that is none."""
     if not 1 <= min_speedup < math.inf:
-        raise OptionError(f"min_speedup must be a number from 1 on, such as 1.5, got {min_speedup}")
+        raise OptionError(f"min_speedup must be at least 1, such as 1.5, got {min_speedup}")
 
 
 class _Runs:

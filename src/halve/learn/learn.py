@@ -295,7 +295,7 @@ def _split(data: Any, validation: Any, seed: int) -> Split:
 def _warn_if_unknown(split: Split, validation: Any, processes: Processes) -> None:
     if not split.source and validation is not False and processes.is_main:
         warn(
-            f"the quality of the masks will be unknown: {split.reason}; pass more images, or others as validation=",
+            f"the quality of the masks will be unknown: {split.reason}; pass more images, or others with validation=",
             LearningWarning,
         )
 
@@ -374,7 +374,7 @@ def options_to_relearn(options: Mapping[str, Any], masks: MaskSet, steps: int) -
 
     Args:
         options: Options of that run.
-        masks: Where to start, with the layers that are left.
+        masks: Where to start, with the remaining layers.
         steps: Steps of that run.
     """
     names = [glob.escape(name) for name in masks]
@@ -395,7 +395,7 @@ def _relearned(trade: Trade, run: Run, masks: MaskSet, options: Mapping[str, Any
         found = learn(inputs.model, split.data, **again, validation=validation)
         drop = trade.drop(inputs.model, found, inputs.forward)
     except LearningError as error:
-        warn(f"the layers that are left were not learned again: {first_line(error)}", LearningWarning)
+        warn(f"the remaining layers were not learned again: {first_line(error)}", LearningWarning)
         return masks
     if found.recipe["ended"] == "interrupted" or drop > recipe["drop"]:
         return masks

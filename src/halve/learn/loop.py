@@ -272,7 +272,7 @@ class Loop:
         rest = (self.budget.seconds or 0) - self.learning_seconds
         minutes = math.ceil((rest + USEFUL_STEPS * per_step) / 6) / 10
         warn(
-            f"the time is enough for about {expected} steps, and masks get much better up to {USEFUL_STEPS} and more: "
+            f"there is time for only about {expected} steps, and masks improve a lot up to {USEFUL_STEPS} and more: "
             f"pass minutes={minutes:g} or more, smaller batches, or use a faster device",
             LearningWarning,
         )

@@ -145,6 +145,8 @@ def _lines(path: str | Path) -> list[dict[str, Any]]:
                 break
             raise FileError(f"{path} is not a log of 'halve learn': line {count} is not valid JSON") from error
         if not isinstance(values, dict) or not values.keys() >= set(_KEYS):
-            raise FileError(f"{path} is not a log of 'halve learn': line {count} has not the keys {', '.join(_KEYS)}")
+            raise FileError(
+                f"{path} is not a log of 'halve learn': line {count} lacks some of the keys {', '.join(_KEYS)}"
+            )
         found.append(values)
     return found

@@ -77,7 +77,7 @@ def seen_differently(
 ) -> Seen:
     """Run the dense and the masked model, and keep the images on which they differ most. See `halve.report`."""
     if isinstance(most, bool) or not isinstance(most, int) or most < 0:
-        raise OptionError(f"pictures must be an integer from 0 on, got {most!r}")
+        raise OptionError(f"pictures must be a non-negative integer, got {most!r}")
     model = unwrapped(model)
     check_dense(model, masks)
     masked, dense = apply(model, masks, on_changed=on_changed).eval(), clone(model).eval()

@@ -1,4 +1,4 @@
-"""Put what a run left behind on one page."""
+"""Put the results of a run on one page."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -53,7 +53,7 @@ def report(
     progress: Progress = True,
     on_changed: OnChanged = "warn",
 ) -> Page:
-    """Put what a run left behind on one page that opens from disk: verdict, learning curve, layers, pictures.
+    """Put the results of a run on one page that opens from disk: verdict, learning curve, layers, pictures.
 
     A part appears if its input is given. Files are those that halve writes; the objects that halve returns do as well.
 

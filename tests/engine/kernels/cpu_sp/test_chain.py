@@ -187,7 +187,7 @@ def test_code_touches_only_its_buffers(shape, dtype, at_end, threads):
 
 def test_values_that_do_not_fit_are_refused():
     good = [link(conv(8, 8), (0,))]
-    with pytest.raises(EngineError, match="before it is there"):
+    with pytest.raises(EngineError, match="before it is computed"):
         run_chain([random(1, 8, 4, 4)], [link(conv(8, 8), (1,))], (1,))
     with pytest.raises(EngineError, match=r"shape \(N, 8, H, W\)"):
         run_chain([random(1, 4, 4, 4)], good, (1,))

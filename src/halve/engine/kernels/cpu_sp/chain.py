@@ -120,7 +120,7 @@ class Chain:
         for number, link in enumerate(links):
             result, operation = inputs + number, link.operation
             if not all(0 <= value < result for value in link.inputs):
-                raise EngineError(f"a chain reads value {max(link.inputs)} before it is there")
+                raise EngineError(f"a chain reads value {max(link.inputs)} before it is computed")
             if isinstance(operation, MaxPool):
                 self._links.append(_Link(operation, link.inputs, result))
                 continue
