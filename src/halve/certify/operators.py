@@ -346,7 +346,7 @@ class Convolution(Layer):
 
     def patches(self, x: Tensor) -> Tensor:
         if self._spatial != 2:
-            raise ModelError(f"certify has no bounds for changed masks of {self.name}: it is not a 2D convolution")
+            raise ModelError(f"certify has no bounds for changed masks of {self.name}: it is no convolution of images")
         return torch.nn.functional.unfold(x, tuple(self.weight.shape[2:]), *self._where)
 
     def _gradient(self, row: Tensor, x: Tensor) -> Tensor:
