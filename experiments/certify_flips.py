@@ -18,7 +18,7 @@ from halve.sources.models import load_model
 
 LAST_STAGE = {
     "magnitude": "magnitude in the last stage, recalibrated on other photos (tiny200_train)",
-    "learned": "last stage: learned from other photos, 40 minutes on one core",
+    "learned": "last stage: learned from other photos, 25 minutes on one core",
 }
 
 
@@ -81,6 +81,6 @@ def last_stage_masks(model: Any, assets: Path, learned: bool) -> halve.MaskSet:
     with torch.no_grad():
         inputs = torch.cat([trunk(some) for some in images])
     loader = DataLoader(TensorDataset(inputs), batch_size=batch, shuffle=True, drop_last=True)
-    masks = halve.learn(LastStage(model).eval(), loader, minutes=40, augment=False, permute=False)
+    masks = halve.learn(LastStage(model).eval(), loader, minutes=25, augment=False, permute=False)
     print(masks.recipe["quality"], flush=True)
     return masks
