@@ -74,6 +74,7 @@ ARMS: dict[str, Arm] = {
     "noise_norms_fast": {"noise": (0.3, 0.0), "norms": "learn", "RATE": 0.06},
     "noise_norms_lr_double": {"noise": (0.3, 0.0), "norms": "learn", "lr": 0.14},
     "noise_norms_lr_half": {"noise": (0.3, 0.0), "norms": "learn", "lr": 0.035},
+    "noise_norms_224": {"noise": (0.3, 0.0), "norms": "learn", "SIZE": 224},
     "no_noise_norms": {"noise": 0.0, "norms": "learn"},
 }
 
