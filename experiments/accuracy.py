@@ -190,7 +190,7 @@ def planned(plan: SpeedPlan | None, masks: halve.MaskSet) -> dict[str, Any]:
     """The plan that masks were learned for, and its milliseconds: with these masks, dense, and with every mask."""
     if plan is None:
         return {}
-    return {"plan": plan.description, "ms": plan.ms(masks), "dense_ms": plan.dense_ms, "sparse_ms": plan.sparse_ms}
+    return {"plan": plan.description, "ms": plan.ms(masks), **plan.times}
 
 
 def main() -> None:

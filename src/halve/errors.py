@@ -74,6 +74,10 @@ class LearningError(HalveError, RuntimeError):
         self.masks = masks
 
 
+class SpeedWarning(UserWarning):
+    """Masks would cost accuracy and not make the network faster."""
+
+
 class LearningWarning(UserWarning):
     """Learning ended early, found masks that are poor or could not be validated, or is not reproducible bit for bit."""
 

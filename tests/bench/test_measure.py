@@ -28,13 +28,14 @@ def test_without_sparse_kernels_no_mask_pays():
     assert "torch" in plan.versions
 
 
-def test_a_network_is_planned_once(monkeypatch):
+def test_a_network_is_planned_once_with_masks_and_once_without(monkeypatch):
     calls = []
     compiled = bench.compile
-    monkeypatch.setattr(bench, "compile", lambda *args, **options: calls.append(1) or compiled(*args, **options))
+    monkeypatch.setattr(bench, "compile", lambda *args, **options: calls.append(args[1]) or compiled(*args, **options))
     with pytest.warns(EngineWarning):
         halve.measure(net(), random(2, 3, 8, 8), seconds=0.01, progress=False)
-    assert len(calls) == 1
+    assert len(calls) == 2
+    assert calls.count(None) == 1
 
 
 @pytest.mark.cpu_kernels

@@ -17,7 +17,8 @@ def case():
     model = convnet()
     masks = halve.prune(model)
     fast = compiled(model, masks)
-    return Case(halve.apply(model, masks), (images(2),), lambda: fast)
+    unmasked = compiled(model, halve.MaskSet({}))
+    return Case(halve.apply(model, masks), (images(2),), lambda: fast, lambda: (model, unmasked))
 
 
 def test_a_case_knows_its_batch_and_its_device(case):
@@ -37,6 +38,14 @@ def test_a_system_that_is_ready_gives_what_the_masked_model_gives(case, name):
         ready.warm_up()
         torch.testing.assert_close(ready.call(), case.masked(*case.inputs), rtol=1e-4, atol=1e-5)
     assert ready.plan == ()
+
+
+def test_without_masks_the_dense_model_is_compiled(case):
+    ready = SYSTEMS["halve_unmasked"](case)
+    with torch.no_grad():
+        ready.warm_up()
+        torch.testing.assert_close(ready.call(), ready.reference(*case.inputs), rtol=1e-4, atol=1e-5)
+        assert not torch.allclose(ready.call(), case.masked(*case.inputs), rtol=1e-2, atol=1e-2)
 
 
 def test_what_halve_does_without_a_gpu_is_noted(case):

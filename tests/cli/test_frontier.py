@@ -11,7 +11,7 @@ from tests.pictures import class_folders
 def command(folder):
     """A plan, more pictures than can be held back, and a command that uses both."""
     layers = {"body": LayerSpeed((16, 8, 3, 3), "", 1.0, 0.5), "point": LayerSpeed((16, 16, 1, 1), "", 1.0, 0.5)}
-    SpeedPlan(layers, "NVIDIA H200", "float16", 256, (3, 8, 8), 2.0, 1.5).save(folder / "h200.json")
+    SpeedPlan(layers, "NVIDIA H200", "float16", 256, (3, 8, 8), 2.0, 1.8, 1.5).save(folder / "h200.json")
     class_folders(folder / "more", ("ant", "bee", "cat", "dog", "emu", "fox"), each=12)
     options = ("--plan", "h200.json", "--target", "H200", "--steps", 4, "--size", 8, "--points", 2, "--name", "net")
     return ("frontier", "zoo.py:net", "--data", "more", *options)
@@ -25,7 +25,7 @@ def test_masks_table_and_plot_are_written(halve, folder, command):
     assert "net.frontier.svg shows them" in result.out
     root = ET.fromstring((folder / "net.frontier.svg").read_text())
     circles = root.findall(".//{http://www.w3.org/2000/svg}circle")
-    assert len(circles) == 3  # two points and the dense network
+    assert len(circles) == 4  # two points, and the network without masks, compiled and dense
     again = halve(*command, "--json").json  # over the older results
     assert [point["layers"] for point in again["points"]] == [2, 1]
 

@@ -12,7 +12,7 @@ from halve.select.speed_plan import LayerSpeed, SpeedPlan, load_plan
 def measured(folder):
     """A plan in which only the layer `body` is faster sparse."""
     layers = {"body": LayerSpeed((16, 8, 3, 3), "", 1.0, 0.5), "point": LayerSpeed((16, 16, 1, 1), "", 1.0, 1.0)}
-    plan = SpeedPlan(layers, "NVIDIA H200", "float16", 256, (3, 8, 8), 2.0, 1.5)
+    plan = SpeedPlan(layers, "NVIDIA H200", "float16", 256, (3, 8, 8), 2.0, 1.8, 1.5)
     plan.save(folder / "h200.json")
     return plan
 

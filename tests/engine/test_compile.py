@@ -273,7 +273,7 @@ def test_the_example_stays_as_it_is():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"masks": None}, "masks must be a MaskSet"),
+        ({"masks": {}}, "masks must be a MaskSet"),
         ({"dtype": "float16"}, "dtype must be a dtype such as"),
         ({"batch_sizes": 8}, "batch_sizes must be a sequence"),
         ({"plan_from": "foo"}, "plan_from must be a network that halve.compile returned"),

@@ -1,6 +1,7 @@
 """Networks and inputs out of the ordinary."""
 
 import copy
+import warnings
 
 import numpy as np
 import pytest
@@ -108,9 +109,21 @@ def test_a_device_of_which_a_constant_alone_is_elsewhere():
 
 
 def test_layers_whose_channels_are_not_blocks_of_four_do_not_count(everywhere):
-    model = nn.Sequential(nn.Conv2d(2, 4, 1), nn.ReLU(), nn.Conv2d(4, 4, 1)).eval()
+    model = nn.Sequential(nn.Conv2d(2, 2, 1), nn.ReLU(), nn.Conv2d(2, 2, 1)).eval()
+    masks = halve.prune(model, "magnitude", pattern="1:2", also="*")
     with pytest.warns(EngineWarning, match="no captured layer is 2:4"):
-        halve.compile(model, halve.MaskSet({}), torch.randn(2, 2, 4, 4))
+        fast = halve.compile(model, masks, torch.randn(2, 2, 4, 4))
+    assert not any(entry.sparse for entry in fast.plan)
+
+
+def test_without_masks_the_network_is_planned_on_dense_kernels(everywhere):
+    model, x = convnet(), images(2)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fast = halve.compile(model, None, x)
+    assert fast.reason is None
+    assert not any(entry.sparse for entry in fast.plan)
+    torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
 
 
 class Everywhere(KernelFamily):

@@ -119,7 +119,7 @@ def plan_of(masks, saved, dense_ms=10.0, sparse_ms=5.0):
         name: LayerSpeed(mask.layout.shape, "", 1.0, 1.0 - ms)
         for (name, mask), ms in zip(masks.items(), saved, strict=True)
     }
-    return SpeedPlan(layers, device_names()[-1], "float32", 1, (16,), dense_ms, sparse_ms)
+    return SpeedPlan(layers, device_names()[-1], "float32", 1, (16,), dense_ms, dense_ms, sparse_ms)
 
 
 def test_layers_that_save_the_fewest_milliseconds_for_their_cost_are_left_dense_first():

@@ -14,7 +14,7 @@ QUICK = {"steps": 40, "permute": False, "progress": False, "fallback": False}
 
 def plan(*saved):
     layers = {str(2 * i): LayerSpeed((16, 16), "", 1.0, 1.0 - ms) for i, ms in enumerate(saved)}
-    return SpeedPlan(layers, device_names()[-1], "float32", 1, (16,), dense_ms=8.0, sparse_ms=4.0)
+    return SpeedPlan(layers, device_names()[-1], "float32", 1, (16,), 8.0, 8.0, 4.0)
 
 
 def test_points_lead_from_the_fastest_network_to_the_most_accurate_one():
@@ -49,7 +49,7 @@ def test_a_layer_that_saves_most_takes_a_step_of_its_own():
 
 def test_a_plan_may_be_a_file_of_another_machine(tmp_path):
     path = tmp_path / "h200.json"
-    SpeedPlan(plan(0.5, 0.5, 0.5, 0.5).layers, "NVIDIA H200", "float16", 256, (16,), 8.0, 4.0).save(path)
+    SpeedPlan(plan(0.5, 0.5, 0.5, 0.5).layers, "NVIDIA H200", "float16", 256, (16,), 8.0, 8.0, 4.0).save(path)
     with pytest.raises(OptionError, match="NVIDIA H200"):
         halve.frontier(costly(), random(200, 16), path, points=1, **QUICK)
     assert len(halve.frontier(costly(), random(200, 16), path, points=1, target="H200", **QUICK)) == 1

@@ -78,7 +78,7 @@ def plan() -> SpeedPlan:
         HOSTILE: LayerSpeed((16, 16, 3, 3), "16>16 3x3", 0.040, 0.025),
         "point": LayerSpeed((8, 16, 1, 1), "16>8 1x1", 0.010, 0.006),
     }
-    return SpeedPlan(layers, "NVIDIA <b>H200</b>", "float16", 256, (3, 12, 12), dense_ms=0.10, sparse_ms=0.08)
+    return SpeedPlan(layers, "NVIDIA <b>H200</b>", "float16", 256, (3, 12, 12), 0.10, 0.10, 0.08)
 
 
 def onnx_check() -> OnnxCheck:

@@ -213,7 +213,7 @@ def test_several_mask_files_are_compared(tree, everything):
     shared = [one.without(["body"]) for one in files[:1]] + files[1:]
     assert float(other[-1].attributes["data-value"]) == shared[0].difference(shared[1])
     dots = section(tree, "comparison").all("circle", kind="dot")
-    assert len(dots) == 3  # and the dense network
+    assert len(dots) == 4  # and the network without masks, compiled and dense
 
 
 def test_a_certificate_is_stated_with_what_it_assumes(tree, everything):

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import halve
-from halve.errors import FileError, ModelError, OptionError
+from halve.errors import FileError, ModelError, OptionError, SpeedWarning
 from halve.machine import device_names
 from halve.select.speed_plan import LayerSpeed, SpeedPlan, load_plan
 from tests.untouched import untouched
@@ -21,7 +21,7 @@ def plan(first=(1.0, 0.5), second=(1.0, 1.1), device=None, **others):
         "1": LayerSpeed((8, 8, 3, 3), "8>8 3x3", *first),
         "2": LayerSpeed((8, 8, 1, 1), "8>8 1x1", *second),
     }
-    found = SpeedPlan(layers, device or device_names()[-1], "float32", 8, (3, 8, 8), 4.0, 3.0, {"torch": "2"})
+    found = SpeedPlan(layers, device or device_names()[-1], "float32", 8, (3, 8, 8), 5.0, 4.0, 3.0, {"torch": "2"})
     return dataclasses.replace(found, **others)
 
 
@@ -90,7 +90,7 @@ def test_a_plan_of_another_network_is_refused():
 def test_times_of_networks_lie_between_dense_and_sparse():
     both = plan(second=(1.0, 0.75))
     assert [both.ms(names) for names in ((), ("1",), ("2",), ("1", "2"))] == pytest.approx([4, 4 - 2 / 3, 4 - 1 / 3, 3])
-    assert both.speedup(["1", "2"]) == pytest.approx(4 / 3)
+    assert both.speedup(["1", "2"]) == pytest.approx(5 / 3)
     assert plan(first=(1.0, 1.0)).ms(["1"]) == 4.0
 
 
@@ -115,8 +115,15 @@ def test_other_files_are_not_overwritten(tmp_path):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *(("format", "other"), ("version", 2), ("layers", []), ("layers", {"1": {}}), ("layers", {"\x1b[31m": {}})),
-        *(("device", "\x1b[2J"), ("device", 3), ("batch", "many"), ("image", 7), ("dense_ms", -1), ("dense_ms", None)),
+        *(("format", "other"), ("version", 1), ("layers", []), ("layers", {"1": {}}), ("layers", {"\x1b[31m": {}})),
+        *(
+            ("device", "\x1b[2J"),
+            ("device", 3),
+            ("batch", "many"),
+            ("image", 7),
+            ("dense_ms", -1),
+            ("unmasked_ms", None),
+        ),
         *(("sparse_ms", float("nan")), ("sparse_ms", 1e400), ("versions", None), ("batch", float("inf"))),
     ],
 )
@@ -154,3 +161,18 @@ def test_a_plan_prints_as_a_table():
         "1     | 8>8 3x3 | 1.0000   | 0.5000    | yes",
         "2     | 8>8 1x1 | 1.0000   | 1.1000    | no",
     ]
+
+
+def test_what_masks_save_is_told_from_what_needs_no_masks():
+    fused = plan(dense_ms=10.0, unmasked_ms=4.0, sparse_ms=3.99)
+    assert (fused.pays, fused.speedup(())) == (False, 2.5)
+    assert "masks save 0.2 % of the time: not worth masking here" in str(fused)
+    with pytest.warns(SpeedWarning, match=r"float32, batch 8: masks save 0.2 % .*without masks takes 4.000 ms"):
+        halve.select(net(), plan=fused)
+    assert plan().pays
+    assert plan(sparse_ms=4.5).saved == 0.0
+
+
+def test_a_speed_that_needs_no_masks_is_refused_before_anything_is_learned():
+    with pytest.raises(OptionError, match=r"min_speedup=1.2 needs no masks: compiled without them .* 1.25 x as fast"):
+        halve.learn(net(), torch.zeros(64, 3, 8, 8), plan=plan(), min_speedup=1.2, steps=1)

@@ -1,6 +1,7 @@
 """Measure how fast a masked network runs, compiled by halve and by other systems."""
 
 import contextlib
+import functools
 import gc
 import itertools
 import warnings
@@ -26,7 +27,7 @@ from halve.engine.plan import Entry
 from halve.errors import EngineError, OptionError, first_line
 from halve.masks.apply import OnChanged, apply
 from halve.masks.mask import MaskSet
-from halve.modules import convert_, unwrapped
+from halve.modules import clone, convert_, unwrapped
 from halve.outputs import relative_error
 from halve.process_state import preserved_process_state
 
@@ -52,7 +53,7 @@ class Measurement:
     error: str | None = None
     note: str | None = None  # where the system differs from its description
     round_ms: tuple[float, ...] = ()  # the median of each round; systems of one run share their rounds
-    plan: tuple[Entry, ...] = ()  # only of `halve`: the kernel of each layer
+    plan: tuple[Entry, ...] = ()  # only of `halve` and `halve_unmasked`: the kernel of each layer
 
     @property
     def images_per_second(self) -> float | None:
@@ -88,6 +89,7 @@ def bench(
         - "onnxruntime", "openvino": the model exported to ONNX, on a CPU. Needs the package, onnx and onnxscript.
         - "torch_semi_structured": best_dense with PyTorch's own 2:4 for Linear layers and 1x1 convolutions.
         - "halve_dense": best_dense with halve's kernels on dense weights where they can run a layer.
+        - "halve_unmasked": the model from `halve.compile` without masks. Not measured by default.
         - "halve": the model from `halve.compile`.
 
     On a GPU, systems other than eager run as CUDA graphs. best_dense, torch_semi_structured and halve_dense need one.
@@ -132,20 +134,27 @@ def bench(
     masked = apply(model, masks, on_changed=on_changed).eval().requires_grad_(False)
     convert_(masked, dtype, device)
     memory_format = torch.contiguous_format
-    fast: list[Compiled] = []
 
+    def compiled_with(masks: MaskSet | None) -> Compiled:
+        first = _batch_of(inputs, sizes[0], dtype, memory_format)
+        return compile(model, masks, first, dtype=dtype, on_changed="ignore", progress=False)
+
+    @functools.cache
     def compiled() -> Compiled:
-        if not fast:
-            first = _batch_of(inputs, sizes[0], dtype, memory_format)
-            fast.append(compile(model, masks, first, dtype=dtype, on_changed="ignore", progress=False))
-        return fast[0]
+        return compiled_with(masks)
+
+    @functools.cache
+    def unmasked() -> tuple[nn.Module, Compiled]:
+        dense = clone(model).eval().requires_grad_(False)
+        convert_(dense, dtype, device)
+        return dense.to(memory_format=memory_format), compiled_with(None)
 
     found = []
     with torch.no_grad(), autotuned_cudnn(), _on(device):
         if device.type == "cuda":
             memory_format = _to_channels_last_(masked, inputs, dtype)
         for size in sizes:
-            case = Case(masked, _batch_of(inputs, size, dtype, memory_format), compiled)
+            case = Case(masked, _batch_of(inputs, size, dtype, memory_format), compiled, unmasked)
             found += _measure_batch(case, names, seconds, while_timing, progress)
     return found
 
@@ -247,6 +256,8 @@ def _prepare(name: str, case: Case, expected: list[Tensor] | None) -> tuple[Prep
             torch.cuda.synchronize(device)
             memory = weight_bytes(system.module) + torch.cuda.max_memory_allocated(device) - before
         outputs = _outputs(system.call())
+        if expected is not None and system.reference is not None:
+            expected = _outputs(system.reference(*case.inputs))
     if expected is not None and (why := _mismatch(outputs, expected)):
         raise EngineError(why)
     return system, memory

@@ -29,7 +29,8 @@ def measure(
     """Time every layer of a network with dense and with sparse kernels on the device of the example.
 
     Times do not depend on which weights are kept, so no masks are needed. `halve.learn(..., plan=plan)` masks only the
-    layers that are faster sparse. The model is not changed.
+    layers that are faster sparse. The whole network is timed dense, and compiled by halve with and without masks, which
+    tells what masks add: `plan.verdict`. The model is not changed.
 
     Args:
         model: The dense model.
@@ -56,7 +57,7 @@ def measure(
         *(model, masks, inputs),
         batch_sizes=[batch],
         dtype=computed,
-        systems=[*_DENSE.get(device.type, ("eager",)), "halve"],
+        systems=[*_DENSE.get(device.type, ("eager",)), "halve_unmasked", "halve"],
         seconds=seconds,
         progress=progress,
     )
@@ -65,8 +66,8 @@ def measure(
     if ours.note is not None:
         warn(ours.note, EngineWarning)
     times = {one.system: one.median_ms for one in found if one.median_ms is not None}
-    sparse_ms = times.pop("halve", None)
-    if sparse_ms is None or not times:
+    sparse_ms, unmasked_ms = times.pop("halve", None), times.pop("halve_unmasked", None)
+    if sparse_ms is None or unmasked_ms is None or not times:
         errors = "; ".join(f"{one.system}: {one.error}" for one in found if one.error)
         raise EngineError(f"the network could not be timed: {errors}")
     layers = {name: _speed(tuple(weight_of(model.get_submodule(name)).shape), entries.get(name)) for name in masks}
@@ -77,6 +78,7 @@ def measure(
         batch,
         tuple(inputs[0].shape[1:]),
         min(times.values()),
+        unmasked_ms,
         sparse_ms,
         versions(),
     )

@@ -2,7 +2,7 @@
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +27,7 @@ class Case:
     masked: nn.Module
     inputs: tuple[Tensor, ...]
     compiled: Callable[[], Compiled]
+    unmasked: Callable[[], tuple[nn.Module, Compiled]]  # the dense model in the compute dtype, and compiled
 
     @property
     def batch(self) -> int:
@@ -46,6 +47,7 @@ class Prepared:
     module: nn.Module  # owns the weights
     note: str | None = None
     plan: tuple[Entry, ...] = ()
+    reference: nn.Module | None = None  # what computes the same; None for the masked model
 
 
 def _eager(case: Case) -> Prepared:
@@ -165,7 +167,16 @@ def _recorded(fast: Compiled, case: Case, note: str | None = None) -> Prepared:
 
 
 def _halve(case: Case) -> Prepared:
-    fast = case.compiled()
+    return _planned(case, case.compiled())
+
+
+def _halve_unmasked(case: Case) -> Prepared:
+    dense, fast = case.unmasked()
+    return replace(_planned(case, fast), reference=dense)
+
+
+def _planned(case: Case, fast: Compiled) -> Prepared:
+    """The compiled network with its plan for this batch size."""
     notes = [] if fast.reason is None else [f"runs dense: {fast.reason}"]
 
     def call() -> Any:
@@ -187,6 +198,7 @@ SYSTEMS: dict[str, Callable[[Case], Prepared]] = {
     "onnxruntime": _onnxruntime,
     "openvino": _openvino,
     "halve_dense": _halve_dense,
+    "halve_unmasked": _halve_unmasked,
     "halve": _halve,
 }
 DENSE = ("best_dense", "compile", "compile_freezing", "onnxruntime", "openvino")  # what halve should be faster than

@@ -1,5 +1,6 @@
 """Digests of what a certificate was computed from: weights, masks and images; and of the bounds themselves."""
 
+import ast
 import hashlib
 from pathlib import Path
 from typing import Any
@@ -16,8 +17,28 @@ from halve.masks.mask import MaskSet
 _BOUNDS = ("rounding", "operators", "network", "changes", "crown", "branch", "margins")
 
 
+class _Texts(ast.NodeTransformer):
+    """Takes docstrings and the messages of errors out of a syntax tree."""
+
+    def visit_Expr(self, node: ast.Expr) -> ast.AST | None:
+        is_text = isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        return None if is_text else self.generic_visit(node)
+
+    def visit_Raise(self, node: ast.Raise) -> ast.AST:
+        return ast.Raise()
+
+
+def digest_of_code(source: str) -> str:
+    """The digest of what a source computes: comments, layout, docstrings and messages of errors do not count.
+
+    >>> digest_of_code("x = 1  # one") == digest_of_code("x=1"), digest_of_code("x = 1") == digest_of_code("x = 2")
+    (True, False)
+    """
+    return hashlib.sha256(ast.unparse(_Texts().visit(ast.parse(source))).encode()).hexdigest()
+
+
 def digest_of_bounds(*more: str) -> str:
-    """The digest of the sources that bounds are computed by: a record of tests says by it what was tested.
+    """The digest of the code that bounds are computed by: a record of tests says by it what was tested.
 
     Args:
         more: Other files of this folder that count, such as "joint".
@@ -27,7 +48,7 @@ def digest_of_bounds(*more: str) -> str:
     """
     state = hashlib.sha256()
     for name in (*_BOUNDS, *more):
-        state.update((Path(__file__).parent / f"{name}.py").read_bytes())
+        state.update(digest_of_code((Path(__file__).parent / f"{name}.py").read_text()).encode())
     return state.hexdigest()
 
 

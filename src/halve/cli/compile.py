@@ -17,8 +17,10 @@ from halve.engine.plan import COLUMNS, Entry
 def compile(
     context: typer.Context,
     model: o.Model,
-    masks: o.Masks,
     out: Annotated[Path, typer.Option(help="File to write; halve.load_compiled reads it.")],
+    masks: Annotated[
+        Path | None, typer.Option(help="Mask file (default: none, all weights stay, on the fastest dense kernels).")
+    ] = None,
     weights: o.Weights = None,
     batch: Annotated[
         list[int] | None, typer.Option(min=1, help="Batch sizes that are timed and recorded (default: 1). Repeatable.")
@@ -33,7 +35,7 @@ def compile(
     force: o.Force = False,
     json: o.Json = False,
 ) -> None:
-    """Compile the masked network for inference, and save it with its plan and packed weights.
+    """Compile the network for inference, masked or not, and save it with its plan and packed weights.
 
     The compiled network takes any batch size. Inputs must have the dtype and image size that was compiled for.
 
@@ -49,7 +51,7 @@ def compile(
     images = torch.cat([example] * -(-sizes[0] // 2))[: sizes[0]]
     fast = halve.compile(
         opened.model,
-        halve.load(masks),
+        None if masks is None else halve.load(masks),
         images,
         batch_sizes=sizes[1:],
         any_size=any_size,

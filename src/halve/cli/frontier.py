@@ -90,9 +90,17 @@ def frontier(
             }
             for path, p in zip(paths, found, strict=False)
         ]
-        show.as_json({"points": facts, "dense_ms": found.plan.dense_ms, "plot": str(plot.path)})
+        show.as_json(
+            {
+                "points": facts,
+                "dense_ms": found.plan.dense_ms,
+                "unmasked_ms": found.plan.unmasked_ms,
+                "plot": str(plot.path),
+            }
+        )
         return
     rows = [(path.name, *point.cells()) for path, point in zip(paths, found, strict=False)]
     heads = ("file", *(f">{column}" for column in COLUMNS))
-    show.table(f"{model} on {found.plan.device}, dense {found.plan.dense_ms:.3f} ms", heads, rows)
+    show.table(f"{model} on {found.plan.device}, batch {found.plan.batch}", heads, rows)
+    show.say(found.plan.summary)
     show.say(f"{plot.path} shows them; times are estimates from {plan}, 'halve bench' measures them")

@@ -20,11 +20,13 @@ text { fill: #e6edf3 } .small { fill: #9198a1 } .card { fill: #0d1117; stroke: #
 
 
 def picture(frontier: Frontier, title: str) -> str:
-    """Return the plot as SVG: a dot for each point, and one for the dense network."""
+    """Return the plot as SVG: a dot for each point, and for the network without masks, compiled and dense."""
     plan = frontier.plan
     dots = [
         (point.ms, 100 * point.agreement, f"{point.speedup:.2f} x") for point in frontier if point.agreement is not None
     ]
+    dots.append((plan.unmasked_ms, 100.0, "no masks"))
+    line = list(dots)
     dots.append((plan.dense_ms, 100.0, "dense"))
     slowest, least = 1.05 * max(ms for ms, _, _ in dots), min(share for _, share, _ in dots)
     fastest = 0.9 * min(ms for ms, _, _ in dots)
@@ -48,7 +50,7 @@ def picture(frontier: Frontier, title: str) -> str:
     parts.append(
         f'<text x="{(_LEFT + _WIDTH - _RIGHT) / 2}" y="{_HEIGHT - 18}" class="small middle">{escape(where)}</text>'
     )
-    path = " ".join(f"{x},{y}" for x, y in (at(ms, share) for ms, share, _ in dots))
+    path = " ".join(f"{x},{y}" for x, y in (at(ms, share) for ms, share, _ in line))
     parts.append(f'<polyline class="line" points="{path}"/>')
     for ms, share, name in dots:
         x, y = at(ms, share)
@@ -56,7 +58,8 @@ def picture(frontier: Frontier, title: str) -> str:
         parts.append(
             f'<circle class="{kind}" cx="{x}" cy="{y}" r="6"><title>{name}: {share:.1f} %, {ms:.3f} ms</title></circle>'
         )
-        parts.append(f'<text x="{x + 10}" y="{y + 18}">{name}</text>')
+        below = -12 if name == "dense" else 18  # both may be at the same place
+        parts.append(f'<text x="{x + 10}" y="{y + below}">{name}</text>')
     summary = ", ".join(f"{name}: {share:.1f} % at {ms:.3f} ms" for ms, share, name in dots)
     return "\n".join(
         [

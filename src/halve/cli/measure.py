@@ -50,10 +50,7 @@ def measure(
     ]
     title = f"{model} on {plan.device}, {plan.dtype}, batch {plan.batch}"
     show.table(title, ("layer", "shape", ">dense ms", ">sparse ms", "mask pays"), rows)
-    show.say(
-        f"network: {plan.dense_ms:.3f} ms dense, {plan.sparse_ms:.3f} ms sparse; "
-        f"{len(plan.paying)} of {len(plan)} layers are faster sparse"
-    )
+    show.say(f"{len(plan.paying)} of {len(plan)} layers are faster sparse; {plan.summary}")
     show.say(f"{path}: pass it to 'halve learn --plan'")
 
 

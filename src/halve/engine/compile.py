@@ -18,7 +18,7 @@ from halve.engine.fuse import fuse
 from halve.engine.kernels.registry import no_sparse_kernels
 from halve.engine.layer import Layer
 from halve.engine.recorded import CAPTURE_LOCK
-from halve.errors import EngineError, ModelError, OptionError
+from halve.errors import EngineError, EngineWarning, ModelError, OptionError, warn
 from halve.graph import Captured, capture
 from halve.masks.apply import OnChanged, apply
 from halve.masks.mask import MaskSet
@@ -31,7 +31,7 @@ NETWORK = "the network"  # its name in `Plan.uncompiled`
 @preserved_process_state()
 def compile(
     model: nn.Module,
-    masks: MaskSet,
+    masks: MaskSet | None,
     example: Any,
     *,
     dtype: torch.dtype | None = None,
@@ -50,7 +50,8 @@ def compile(
 
     Args:
         model: the dense model.
-        masks: from `halve.learn`, `halve.prune` or `halve.load`.
+        masks: from `halve.learn`, `halve.prune` or `halve.load`. None keeps all weights: the network is only fused, and
+            runs on the fastest dense kernels, halve's or PyTorch's.
         example: images, a tuple of inputs, or a batch such as (images, targets). Sets the device, dtype and shape of
             inputs; the batch size may vary. A list of images, as detectors take it, may have any sizes: the network is
             compiled in parts then, and the code between them stays eager, in single precision.
@@ -81,6 +82,7 @@ def compile(
     model = unwrapped(model)
     inputs = _inputs(example)
     _check_example(model, inputs)
+    masks = MaskSet({}) if masks is None else masks
     _check_options(masks, dtype, batch_sizes, plan_from)
     floating = [x.dtype for x in pytree.tree_leaves(inputs) if x.is_floating_point()]
     computed = dtype or (floating[0] if floating else torch.float32)
@@ -92,8 +94,9 @@ def compile(
             for given in tracked([inputs], progress, "capturing the network")
         )
         reason = no_sparse_kernels(fast.device, computed)
-        if reason is None and not any(layer.sparse_kernels(fast.device) for layer in fast.layers):
-            reason = "no captured layer is 2:4 along its input channels, in blocks of four"
+        if reason is None and len(masks) and not any(layer.sparse_kernels(fast.device) for layer in fast.layers):
+            dense = "no layer runs sparse: no captured layer is 2:4 along its input channels, in blocks of four"
+            warn(dense, EngineWarning)
         if reason is not None:
             fast.fall_back(reason)
         elif plan_from is not None:
@@ -222,7 +225,7 @@ def _check_example(model: nn.Module, inputs: tuple[Any, ...]) -> None:
 
 def _check_options(masks: Any, dtype: Any, batch_sizes: Any, plan_from: Any) -> None:
     wanted: tuple[tuple[str, Any, Any, str], ...] = (
-        ("masks", masks, MaskSet, "a MaskSet, from halve.learn, halve.prune or halve.load"),
+        ("masks", masks, MaskSet, "a MaskSet, from halve.learn, halve.prune or halve.load, or None"),
         ("dtype", dtype, torch.dtype | None, "a dtype such as torch.float16"),
         ("batch_sizes", batch_sizes, Sequence, "a sequence of positive integers"),
         ("plan_from", plan_from, Compiled | None, "a network that halve.compile returned"),

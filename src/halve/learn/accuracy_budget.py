@@ -51,7 +51,13 @@ class Trade:
             check_speed_target(min_speedup)
             if plan is None:
                 raise OptionError("min_speedup= needs plan=, what 'halve.measure' found on the target")
-        return cls(max_drop, min_speedup, data, metric, load_plan(plan) if isinstance(plan, str | Path) else plan)
+        speeds = load_plan(plan) if isinstance(plan, str | Path) else plan
+        if min_speedup is not None and speeds is not None and (without := speeds.speedup(())) >= min_speedup:
+            raise OptionError(
+                f"min_speedup={min_speedup:g} needs no masks: compiled without them the network is {without:.2f} x as "
+                f"fast as dense on {speeds.device}; ask for more, or run halve.compile(model, None, images)"
+            )
+        return cls(max_drop, min_speedup, data, metric, speeds)
 
     def on(self, split: Split) -> "Trade":
         """Measured on the images that are held back, unless others were given."""

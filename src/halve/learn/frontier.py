@@ -62,7 +62,7 @@ class Frontier(Sequence[Point]):
 
     @property
     def _title(self) -> str:
-        return f"{self.plan.device}, {self.plan.dtype}, batch {self.plan.batch}; dense {self.plan.dense_ms:.3f} ms"
+        return f"{self.plan.device}, {self.plan.dtype}, batch {self.plan.batch}; {self.plan.summary}"
 
     def _repr_html_(self) -> str:
         """A table for notebooks."""
@@ -109,7 +109,7 @@ def frontier(
     >>> from halve.select.speed_plan import LayerSpeed
     >>> model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
     >>> layers = {"0": LayerSpeed((16, 8), "", 0.2, 0.1), "2": LayerSpeed((16, 16), "", 0.3, 0.1)}
-    >>> plan = SpeedPlan(layers, device_names()[-1], "float32", 1, (8,), dense_ms=0.6, sparse_ms=0.3)
+    >>> plan = SpeedPlan(layers, device_names()[-1], "float32", 1, (8,), 0.6, 0.5, 0.3)
     >>> found = frontier(model, torch.randn(128, 8), plan, points=2, steps=4, permute=False, fallback=False)
     >>> [len(point.masks) for point in found]
     [2, 1]

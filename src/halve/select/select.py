@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from halve.batches import Forward
-from halve.errors import ModelError, OptionError, listed
+from halve.errors import ModelError, OptionError, SpeedWarning, listed, warn
 from halve.machine import device_names
 from halve.markup import table
 from halve.masks.layout import ORDERS, Layout, Order
@@ -234,6 +234,8 @@ def _speeds(
         raise OptionError(f"plan= needs order='channels', got {order!r}: no hardware can use blocks in another order")
     found.check_target(device_names(), target)
     found.check_network({name: _shape(module) for name, module in layers})
+    if found.paying and not found.pays:  # if no layer pays, nothing is masked
+        warn(f"{found.device}, {found.dtype}, batch {found.batch}: {found.verdict}", SpeedWarning)
     return found
 
 

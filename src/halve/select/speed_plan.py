@@ -14,8 +14,8 @@ from halve.masks.storage import write_atomically
 from halve.text import aligned
 
 FORMAT = "halve.speed_plan"
-VERSION = 1
-NOISE = 0.02  # a sparse kernel pays if it is faster by more than this share; timings vary by about as much
+VERSION = 2
+NOISE = 0.02  # a mask pays if a layer, or the network, is faster by more than this share; timings vary by about as much
 _LARGEST = 16 << 20  # bytes of a file
 
 
@@ -56,17 +56,20 @@ class SpeedPlan(Mapping[str, LayerSpeed]):
         dtype: What was computed in, such as "float16".
         batch: Batch size.
         image: Shape of one image.
-        dense_ms: Median time of the fastest dense version of the whole network.
-        sparse_ms: Median time of the network with masks in all of these layers, compiled by halve.
+        dense_ms: Median time of the fastest dense version of the whole network, without halve.
+        unmasked_ms: Median time of the network compiled by halve without masks: fused, on dense kernels.
+        sparse_ms: Median time of the network compiled by halve with masks in all of these layers.
         versions: Versions of halve and of the libraries that affect speed.
 
     >>> layers = {"conv1": LayerSpeed((64, 64, 1, 1), "64>64 1x1 at 56x56", 0.10, 0.11)}
     >>> layers["conv2"] = LayerSpeed((64, 64, 3, 3), "64>64 3x3 at 56x56", 0.12, 0.07)
-    >>> plan = SpeedPlan(layers, "NVIDIA H200", "float16", 256, (3, 224, 224), dense_ms=0.30, sparse_ms=0.25)
+    >>> plan = SpeedPlan(layers, "NVIDIA H200", "float16", 256, (3, 224, 224), 0.40, 0.30, 0.25)
     >>> plan.paying
     ['conv2']
-    >>> plan.ms({"conv2"}), plan.ms(set())
-    (0.25, 0.3)
+    >>> plan.ms({"conv2"}), plan.ms(set()), plan.speedup({"conv2"})
+    (0.25, 0.3, 1.6)
+    >>> plan.verdict
+    'masks save 16.7 % of the time'
     """
 
     layers: Mapping[str, LayerSpeed]
@@ -75,6 +78,7 @@ class SpeedPlan(Mapping[str, LayerSpeed]):
     batch: int
     image: tuple[int, ...]
     dense_ms: float
+    unmasked_ms: float
     sparse_ms: float
     versions: Mapping[str, str] = field(default_factory=dict)
 
@@ -96,17 +100,42 @@ class SpeedPlan(Mapping[str, LayerSpeed]):
         """Estimated time of the network with masks in these layers only.
 
         Leaving a layer dense costs what its sparse kernel saves, in proportion: times of single layers do not add up to
-        that of the network. With all paying layers masked it is `sparse_ms`, with none `dense_ms`.
+        that of the network. With all paying layers masked it is `sparse_ms`, with none `unmasked_ms`.
         """
         total = sum(self[name].saved_ms for name in self.paying)
         if not total:
-            return self.dense_ms
+            return self.unmasked_ms
         kept = sum(self[name].saved_ms for name in self.paying if name in masked)
-        return round(self.dense_ms + (self.sparse_ms - self.dense_ms) * kept / total, 6)
+        return round(self.unmasked_ms + (self.sparse_ms - self.unmasked_ms) * kept / total, 6)
 
     def speedup(self, masked: Collection[str]) -> float:
         """Estimated speed of the network with masks in these layers only, relative to the dense network."""
         return self.dense_ms / self.ms(masked)
+
+    @property
+    def times(self) -> dict[str, float]:
+        """The times of the whole network, by name."""
+        return {"dense_ms": self.dense_ms, "unmasked_ms": self.unmasked_ms, "sparse_ms": self.sparse_ms}
+
+    @property
+    def saved(self) -> float:
+        """The share of the network's time that masks save; the rest of the speed-up needs no masks."""
+        return max(0.0, 1 - self.sparse_ms / self.unmasked_ms) if self.paying else 0.0
+
+    @property
+    def pays(self) -> bool:
+        """Whether masks make the network faster than it is without them, beyond what timings vary by."""
+        return self.saved > NOISE
+
+    @property
+    def verdict(self) -> str:
+        """What masks save, in words."""
+        if self.pays:
+            return f"masks save {100 * self.saved:.1f} % of the time"
+        return (
+            f"masks save {100 * self.saved:.1f} % of the time: not worth masking here; halve.compile without masks "
+            f"takes {self.unmasked_ms:.3f} ms and keeps all weights"
+        )
 
     def why_not(self, name: str) -> str | None:
         """Why a mask in this layer would not pay; None if it would."""
@@ -162,17 +191,20 @@ class SpeedPlan(Mapping[str, LayerSpeed]):
         if not isinstance(plain, dict) or plain.get("format") != FORMAT:
             raise ValueError("not a plan of 'halve measure'")
         if plain.get("version") != VERSION:
-            raise ValueError(f"a plan of version {plain.get('version')!r}; this halve reads version {VERSION}")
+            version = f"a plan of version {plain.get('version')!r}; this halve reads version {VERSION}"
+            raise ValueError(f"{version}: measure again")
         try:
             layers = {_text(name): _layer(layer) for name, layer in plain["layers"].items()}
+            dense, unmasked, sparse = (_time(plain[key]) for key in ("dense_ms", "unmasked_ms", "sparse_ms"))
             return cls(
                 layers,
                 _text(plain["device"]),
                 _text(plain["dtype"]),
                 int(plain["batch"]),
                 tuple(map(int, plain["image"])),
-                _time(plain["dense_ms"]),
-                _time(plain["sparse_ms"]),
+                dense,
+                unmasked,
+                sparse,
                 {_text(name): _text(version) for name, version in plain["versions"].items()},
             )
         except (KeyError, TypeError, AttributeError, OverflowError) as error:
@@ -192,8 +224,16 @@ class SpeedPlan(Mapping[str, LayerSpeed]):
     def _title(self) -> str:
         return (
             f"{self.device}, {self.dtype}, batch {self.batch}: {len(self.paying)} of {len(self)} layers faster sparse; "
-            f"network {self.dense_ms:.3f} ms dense, {self.sparse_ms:.3f} ms sparse"
+            f"{self.summary}"
         )
+
+    @property
+    def summary(self) -> str:
+        """The times of the network and what masks save, in one line."""
+        times = (
+            f"{self.dense_ms:.3f} ms dense, compiled {self.unmasked_ms:.3f} without masks, {self.sparse_ms:.3f} with"
+        )
+        return f"network {times}; {self.verdict}"
 
     def _repr_html_(self) -> str:
         """A table for notebooks."""
@@ -213,7 +253,7 @@ def load_plan(path: str | Path) -> SpeedPlan:
     """Read a plan that `SpeedPlan.save` wrote.
 
     >>> import tempfile
-    >>> plan = SpeedPlan({}, "NVIDIA H200", "float16", 256, (3, 224, 224), dense_ms=1.0, sparse_ms=1.0)
+    >>> plan = SpeedPlan({}, "NVIDIA H200", "float16", 256, (3, 224, 224), 1.0, 1.0, 1.0)
     >>> with tempfile.TemporaryDirectory() as folder:
     ...     plan.save(f"{folder}/h200.json")
     ...     load_plan(f"{folder}/h200.json") == plan
