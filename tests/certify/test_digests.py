@@ -28,3 +28,14 @@ def test_code_counts(old, new):
 
 def test_a_text_that_is_used_counts():
     assert digest_of_code("mode = 'zeros'") != digest_of_code("mode = 'reflect'")
+
+
+def test_the_digest_is_the_same_in_every_version_of_python():
+    nested = """def text(names):  # é
+    return f"{', '.join(f'{name!r:>{4}}' for name in names)} or \\"none\\""
+"""
+    assert digest_of_code(nested) == "6ad723e32b8b810fee449eee6c2c4385ea4bad4f9536c0f2be47a74a68704f68"
+
+
+def test_line_breaks_do_not_count():
+    assert digest_of_code("x = [\n    1,\n]") == digest_of_code("x = [ 1, ]")
