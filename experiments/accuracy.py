@@ -41,7 +41,15 @@ from halve.sources.preprocessing import IMAGENET_MEAN, IMAGENET_STD
 
 RESULTS = Path(__file__).parent / "results" / "accuracy.json"
 LEARNING = tuple(field.name for field in dataclasses.fields(Settings))
-SETTINGS = ("steps_done", "step_graph", "preset", *LEARNING, "selection", "permute")  # recipe entries to record
+SETTINGS = (
+    "steps_done",
+    "step_graph",
+    "preset",
+    "precision",
+    *LEARNING,
+    "selection",
+    "permute",
+)  # recipe entries to record
 PRESETS = {"paper": "paper", "paper_tuned": "paper-tuned"}
 PLANNED = ("halve_plan", "halve_plan_norms")
 LEARNED = {

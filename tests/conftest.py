@@ -6,6 +6,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from halve import machine
 from halve.engine import compiled
 from halve.engine.kernels.cpu_sp import features
 from halve.engine.kernels.registry import no_sparse_kernels
@@ -14,13 +15,13 @@ _cpu_flags = features.cpu_flags
 
 
 def pytest_configure() -> None:
-    """Restore the SIGINT handler, hide the CPU kernels, and use Inductor on CPUs only where a test asks for it.
+    """Restore the SIGINT handler, hide what only some CPUs can do, and use Inductor on CPUs only where a test asks.
 
-    Shells ignore the signal in background jobs, and subprocesses inherit that. Without CPU kernels, tests do the same
-    on all CPUs; tests marked `cpu_kernels` see them. Inductor takes seconds for each network.
+    Shells ignore the signal in background jobs, and subprocesses inherit that. Without CPU kernels and bfloat16, tests
+    do the same on all CPUs; tests marked `cpu_kernels` see the kernels. Inductor takes seconds for each network.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    features.cpu_flags = frozenset  # type: ignore[assignment]
+    features.cpu_flags = machine.cpu_flags = frozenset  # type: ignore[assignment]
     compiled.by_default = lambda device: device.type == "cuda"
 
 

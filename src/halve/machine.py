@@ -1,12 +1,15 @@
-"""The devices of this machine, by name."""
+"""The devices of this machine: their names, and what its CPU can do."""
 
 import functools
 import platform
+import sys
 from pathlib import Path
 
 import torch
 
 _CPU_INFO = Path("/proc/cpuinfo")
+_X86 = ("x86_64", "AMD64")
+_BFLOAT16 = {"avx512_bf16", "amx_bf16"}  # instructions for products in bfloat16
 
 
 def device_name(device: torch.device) -> str:
@@ -24,6 +27,27 @@ def device_names() -> list[str]:
     """The names of all devices of this machine."""
     gpus = [torch.device("cuda", index) for index in range(torch.cuda.device_count())]
     return [device_name(device) for device in (*gpus, torch.device("cpu"))]
+
+
+@functools.cache
+def cpu_flags() -> frozenset[str]:
+    """The instruction sets that processor and operating system support, by their names in /proc/cpuinfo."""
+    if sys.platform != "linux" or platform.machine() not in _X86:
+        return frozenset()
+    try:
+        text = _CPU_INFO.read_text()
+    except OSError:
+        return frozenset()
+    return next((frozenset(line.split()) for line in text.splitlines() if line.startswith("flags")), frozenset())
+
+
+def fast_in_bfloat16(device: torch.device) -> bool:
+    """Whether a device has instructions for bfloat16: NVIDIA GPUs, and some x86 CPUs.
+
+    >>> fast_in_bfloat16(torch.device("cuda"))
+    True
+    """
+    return device.type == "cuda" or (device.type == "cpu" and not cpu_flags().isdisjoint(_BFLOAT16))
 
 
 @functools.cache

@@ -7,6 +7,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import halve
+from halve import machine
 from halve.errors import DataError, LearningError, LearningWarning, MaskError, ModelError, OptionError
 from halve.learn.reporting import Report
 from halve.masks.layout import unpermuted
@@ -29,6 +30,25 @@ def batches(x):
 
 
 BF16 = {"precision": "bfloat16", "match": "outputs", "validation": False}
+
+
+@pytest.mark.parametrize(
+    ("flags", "dtype"), [({"avx512_bf16"}, torch.bfloat16), ({"amx_bf16"}, torch.bfloat16), ({"avx2"}, torch.float32)]
+)
+def test_cpus_with_instructions_for_bfloat16_learn_in_it(monkeypatch, flags, dtype):
+    monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset(flags))
+    seen = set()
+
+    def look(views):
+        seen.add(views.output.dtype)
+        return views.output.float().square().mean()
+
+    options = {"objective": look, "steps": 2, "validation": False, "permute": False}
+    masks = halve.learn(convnet(), images(8), **options)
+    assert seen == {dtype}
+    assert masks.recipe["precision"] == str(dtype).removeprefix("torch.")
+    halve.learn(convnet(), images(8), precision="float32", **options)
+    assert torch.float32 in seen
 
 
 @pytest.mark.parametrize("options", [{}, BF16], ids=["defaults", "bf16"])

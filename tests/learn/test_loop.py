@@ -113,7 +113,7 @@ from tests.tiny import convnet, images, labels, learn, loader
 torch.set_num_threads(int(sys.argv[2]))
 def report(what):
     print(getattr(what, "step", 0) if hasattr(what, "loss") else 0, flush=True)
-learn(convnet(), loader(), steps=2000, run_state=sys.argv[1], save_every=0, report=report)
+learn(convnet(), loader(), steps=2000, run_state=sys.argv[1], save_every=0, report=report, precision="float32")
 """
 
 

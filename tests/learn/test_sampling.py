@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import halve
-from halve.learn.sampling import _RANK, _STEP, FORBIDDEN, Sampler, _HardSample, glorot, relative
+from halve.learn.sampling import _RANK, _STEP, FORBIDDEN, Sampler, _HardSample, exponential, glorot, relative
 from halve.masks.layout import Layout
 from halve.masks.mask import Mask
 from halve.masks.pattern import Pattern
@@ -118,7 +118,7 @@ def test_the_gradient_of_a_sampled_model_is_that_of_the_straight_through_formula
     generator = torch.Generator().manual_seed(5 + 4 * _STEP + 2 * _RANK)
     loss = torch.zeros(())
     for c, logits in zip(choices, sampler.legal_logits(), strict=True):
-        noise = -torch.empty_like(logits).exponential_(generator=generator).log()
+        noise = -exponential(logits, generator).log()
         soft = ((logits + noise) / 0.7).softmax(1)
         one_hot = nn.functional.one_hot(soft.argmax(1), soft.shape[1])
         kept = (one_hot - soft.detach() + soft) @ c.pattern.table().float()

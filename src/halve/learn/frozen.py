@@ -26,7 +26,7 @@ def frozen(model: nn.Module, choices: Sequence[Choice]) -> nn.Module:
 
 
 def channels_last_(copy: nn.Module) -> None:
-    """Convert the weights of 2d convolutions to channels_last, which is faster on GPUs."""
+    """Convert the weights of 2d convolutions to channels_last, which is faster on GPUs, and on CPUs in bfloat16."""
     for parameter in copy.parameters():
         if parameter.dim() == 4:
             parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)

@@ -41,6 +41,7 @@ from halve.learn.settings import LearnOptions, Settings, preset_options, split_o
 from halve.learn.stream import BatchStream
 from halve.learn.time_budget import TimeBudget
 from halve.learn.validation import Validation
+from halve.machine import fast_in_bfloat16
 from halve.masks.mask import MaskSet
 from halve.modules import device_of, unwrapped
 from halve.permute.policy import search_by_default, search_seconds
@@ -152,7 +153,8 @@ def learn(
         progress: Show progress in terminals and notebooks, or a function such as `tqdm.tqdm` that wraps loops.
             Default: True.
         forward: Function of (model, batch) that runs the model on an unusual batch.
-        precision: "auto" (bfloat16 on a GPU), "float32" or "bfloat16". Default: "auto".
+        precision: "auto" (bfloat16 on a GPU, and on a CPU that has instructions for it), "float32" or "bfloat16".
+            Default: "auto".
         pattern, include, exclude, also, order, remainder, kinds, plan, target: Options of `halve.select`.
 
     Returns:
@@ -194,7 +196,8 @@ def learn(
     stream = BatchStream(split.data, processes.rank, processes.count)
     first = _first_batch(inputs, settings, stream)
     layers = select_layers(model, selection, first, forward)
-    frozen = _frozen(model, layers, processes.device)
+    half = precision == "bfloat16" or (precision == "auto" and fast_in_bfloat16(processes.device))
+    frozen = _frozen(model, layers, processes.device, half)
     blocks = _blocks(frozen, layers, settings)
     _warn_if_unknown(split, validation, processes)
 
@@ -209,7 +212,6 @@ def learn(
     del scores  # as large as the weights
 
     # learn
-    half = precision == "bfloat16" or (precision == "auto" and processes.device.type == "cuda")
     run = Run(inputs, layers, orders, settings, split, stream, processes, half)
     learner, recipe = run.learner(frozen, sampler, blocks), run.recipe(preset, blocks, selection)
 
@@ -300,9 +302,9 @@ def _warn_if_unknown(split: Split, validation: Any, processes: Processes) -> Non
         )
 
 
-def _frozen(model: nn.Module, layers: Layers, device: torch.device) -> nn.Module:
+def _frozen(model: nn.Module, layers: Layers, device: torch.device, half: bool) -> nn.Module:
     copy = frozen_copy(model, layers.choices).to(device)
-    if device.type == "cuda":
+    if half or device.type == "cuda":
         channels_last_(copy)
     return copy
 

@@ -26,6 +26,7 @@ from halve.learn.step_graph import StepGraph
 from halve.learn.stream import BatchStream
 from halve.learn.time_budget import TimeBudget
 
+_FUSED = ("cuda", "cpu")  # devices on which AdamW is one kernel
 _EPSILON = 1e-10  # with millions of blocks, gradients are tiny
 _MAX_STEPS_PER_SECOND = 100_000  # beyond any machine
 _LOOK_EVERY = 10  # steps between looks at entropy and changed blocks; on a GPU, between synchronizations
@@ -83,7 +84,7 @@ class Loop:
             betas=settings.betas,
             weight_decay=settings.weight_decay,
             eps=_EPSILON,
-            fused=self.logits.is_cuda,
+            fused=self.logits.device.type in _FUSED,
         )
         self.initial_codes = learner.sampler.codes()
         self.step, self.batches, self.images = 0, 0, 0

@@ -47,6 +47,11 @@ class Run:
     processes: Processes
     half: bool
 
+    @property
+    def precision(self) -> str:
+        """What the network runs in."""
+        return "bfloat16" if self.half else "float32"
+
     def learner(self, frozen: nn.Module, sampler: Sampler, blocks: list[str]) -> Learner:
         """What learns.
 
@@ -80,7 +85,7 @@ class Run:
             "settings": self.settings.described(),
             "layers": identity_of_layers(self.orders.choices(self.layers)),
             "model": identity_of_model(self.inputs.model),
-            "precision": "bfloat16" if self.half else "float32",
+            "precision": self.precision,
             "data": certain,
             "processes": self.processes.count,
         }
@@ -92,6 +97,7 @@ class Run:
             "method": "learn",
             **self.settings.described(),
             "preset": preset,
+            "precision": self.precision,
             "blocks": blocks,
             "selection": plain_options(selection),
             "not_masked": dict(self.layers.not_masked),

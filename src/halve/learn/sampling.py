@@ -95,8 +95,8 @@ class Sampler(nn.Module):
     def draw(self, seed: int, step: int, rank: int = 0) -> list[Tensor]:
         """Draw the Gumbel noise of one sample, for each family."""
         generator = generator_of(self.logits.device, seed, step, rank)
-        noises = [torch.empty_like(logits) for logits in self.split(self.logits.detach())]
-        return [noise.exponential_(generator=generator).clamp_(min=_TINY).log_().neg_() for noise in noises]
+        noises = [exponential(logits, generator) for logits in self.split(self.logits.detach())]
+        return [noise.clamp_(min=_TINY).log_().neg_() for noise in noises]
 
     def masked(
         self, gumbel: Sequence[Tensor], temperature: float | Tensor, noise: float | Tensor, hard: bool = True
@@ -119,7 +119,7 @@ class Sampler(nn.Module):
         generator = torch.Generator(self.logits.device).manual_seed(seed)
         for family, logits in zip(self.families, self.legal_logits(), strict=True):
             if final == "sample":
-                logits = logits - torch.empty_like(logits).exponential_(generator=generator).log_()
+                logits = logits - exponential(logits, generator).log_()
             codes = logits.argmax(1)
             for name, layout, part in zip(family.names, family.layouts, codes.split(family.sizes), strict=True):
                 result[name] = Mask(family.pattern, layout, part.reshape(layout.rows, layout.blocks))
@@ -136,8 +136,7 @@ class Sampler(nn.Module):
         total, blocks = 0.0, 0
         for family, logits in zip(self.families, self.legal_logits(), strict=True):
             if family.pattern.count > 1:
-                shares = logits.log_softmax(1)
-                total += float(-(shares.exp() * shares).sum()) / math.log(family.pattern.count)
+                total += float(_entropies(logits).sum()) / math.log(family.pattern.count)
             blocks += len(logits)
         return total / max(blocks, 1)
 
@@ -188,6 +187,14 @@ def generator_of(device: torch.device, seed: int, step: int, rank: int = 0) -> t
     return torch.Generator(device).manual_seed(seed + _STEP * (step + 1) + _RANK * rank)
 
 
+def exponential(like: Tensor, generator: torch.Generator) -> Tensor:
+    """Draw exponential numbers, as many as there are in a tensor."""
+    found = torch.empty_like(like)
+    if found.is_cuda:
+        return found.exponential_(generator=generator)
+    return found.uniform_(generator=generator).neg_().log1p_().neg_()  # `exponential_` takes several times as long
+
+
 def relative(scores: Tensor) -> Tensor:
     """Divide scores (blocks, M) by the mean magnitude of their block; a block of zeros stays zero."""
     return scores / scores.abs().mean(1, keepdim=True).clamp(min=torch.finfo(scores.dtype).tiny)
@@ -204,8 +211,8 @@ class _HardSample(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, logits: Tensor, noise: Tensor, table: Tensor, temperature: float | Tensor) -> Tensor:
         noisy = noise.add_(logits)
-        kept = table[noisy.argmax(1)]
-        ctx.save_for_backward(noisy.div_(temperature).softmax(1), table)
+        kept = table.index_select(0, noisy.argmax(1))
+        ctx.save_for_backward(_softmax_(noisy.div_(temperature)), table)
         ctx.temperature = temperature
         return kept
 
@@ -214,6 +221,22 @@ class _HardSample(torch.autograd.Function):
         soft, table = ctx.saved_tensors
         pull = (grads[0] @ table.T).mul_(soft)
         return pull.addcmul_(soft, pull.sum(1, keepdim=True), value=-1).div_(ctx.temperature), None, None, None
+
+
+def _softmax_(logits: Tensor) -> Tensor:
+    """The softmax over the codes of each block, which may overwrite the logits."""
+    if logits.is_cuda:
+        return logits.softmax(1)
+    shares = logits.sub_(logits.amax(1, keepdim=True)).exp_()  # over so few codes `softmax` takes several times as long
+    return shares.div_(shares.sum(1, keepdim=True))
+
+
+def _entropies(logits: Tensor) -> Tensor:
+    """The entropy of the codes of each block."""
+    below = logits - logits.amax(1, keepdim=True)
+    parts = below.exp()
+    total = parts.sum(1)
+    return total.log() - (parts * below).sum(1) / total
 
 
 def _families(choices: Sequence[Choice]) -> tuple[Family, ...]:

@@ -1,33 +1,16 @@
-"""What the processor can do, as the operating system reports it, and how our code computes with that."""
-
-import functools
-import platform
-import sys
-from pathlib import Path
+"""How our code computes with the instruction sets of this CPU."""
 
 import torch
 
 from halve.engine.kernels.cpu_sp.arithmetic import Arithmetic, BFloat16, Float32, Float32Avx2
+from halve.machine import cpu_flags
 
-_ASSEMBLED = ("x86_64", "AMD64")
 AVX512, AVX2 = "avx512", "avx2"
 ARITHMETICS: dict[str, dict[torch.dtype, Arithmetic]] = {  # by instruction set, the fastest first
     AVX512: {torch.float32: Float32(), torch.bfloat16: BFloat16()},
     AVX2: {torch.float32: Float32Avx2()},
 }
 DTYPES = tuple(ARITHMETICS[AVX512])
-
-
-@functools.cache
-def cpu_flags() -> frozenset[str]:
-    """The instruction sets that processor and operating system support, by their names in /proc/cpuinfo."""
-    if sys.platform != "linux" or platform.machine() not in _ASSEMBLED:
-        return frozenset()
-    try:
-        text = Path("/proc/cpuinfo").read_text()
-    except OSError:
-        return frozenset()
-    return next((frozenset(line.split()) for line in text.splitlines() if line.startswith("flags")), frozenset())
 
 
 def arithmetic_for(dtype: torch.dtype, instructions: str) -> Arithmetic | None:
