@@ -1,6 +1,6 @@
 """The runs of certify.py: statements by name."""
 
-from certify_flips import LEARNED_GPU, Flips
+from certify_flips import Flips
 from certify_statements import Agreement, JointAgreement, Lemma4, Region, Reuse, Statement
 
 STAGE_3 = ("layer3.*", "linear")
@@ -25,5 +25,5 @@ RUNS: dict[str, Statement] = {
     "resnet20_flips": Flips("cifar_resnet20", None, 10_000),
     "resnet50_flips": Flips("resnet50_v1", None, 7_400, last_stage="magnitude"),
     "resnet50_flips_learned": Flips("resnet50_v1", None, 7_400, last_stage="learned"),
-    LEARNED_GPU: Flips("resnet50_v1", None, 7_400, last_stage="learned_gpu"),
+    "resnet50_flips_learned_norms": Flips("resnet50_v1", None, 7_400, last_stage="learned_norms"),
 }

@@ -114,7 +114,7 @@ class Runner:
         """Count flips, all at once."""
         statement = RUNS[name]
         assert isinstance(statement, Flips)
-        masks, found = statement.count(name, assets, self.folder)
+        masks, found = statement.count(name, assets, self.folder, self.device)
         self.records.save(self._context(name, masks) | found)
 
     def _record(self, name: str) -> dict[str, Any]:
