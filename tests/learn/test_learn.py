@@ -51,6 +51,13 @@ def test_cpus_with_instructions_for_bfloat16_learn_in_it(monkeypatch, flags, dty
     assert torch.float32 in seen
 
 
+def test_depthwise_convolutions_stay_in_float32_on_cpus(monkeypatch):
+    monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset({"avx512_bf16"}))
+    model = nn.Sequential(nn.Conv2d(4, 8, 3), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 8, 1), nn.Flatten()).eval()
+    masks = halve.learn(model, images(8), steps=2, validation=False, permute=False, match="outputs")
+    assert masks.recipe["precision"] == "float32"
+
+
 @pytest.mark.parametrize("options", [{}, BF16], ids=["defaults", "bf16"])
 def test_learned_masks_beat_magnitude_by_far_and_the_loss_falls(trained, options):
     model, x, test = trained

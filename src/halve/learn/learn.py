@@ -153,8 +153,8 @@ def learn(
         progress: Show progress in terminals and notebooks, or a function such as `tqdm.tqdm` that wraps loops.
             Default: True.
         forward: Function of (model, batch) that runs the model on an unusual batch.
-        precision: "auto" (bfloat16 on a GPU, and on a CPU that has instructions for it), "float32" or "bfloat16".
-            Default: "auto".
+        precision: "auto" (bfloat16 on a GPU, and on a CPU that has instructions for it unless the network has
+            depthwise convolutions, which are slower in it), "float32" or "bfloat16". Default: "auto".
         pattern, include, exclude, also, order, remainder, kinds, plan, target: Options of `halve.select`.
 
     Returns:
@@ -196,7 +196,7 @@ def learn(
     stream = BatchStream(split.data, processes.rank, processes.count)
     first = _first_batch(inputs, settings, stream)
     layers = select_layers(model, selection, first, forward)
-    half = precision == "bfloat16" or (precision == "auto" and fast_in_bfloat16(processes.device))
+    half = _in_bfloat16(model, precision, processes.device)
     frozen = _frozen(model, layers, processes.device, half)
     blocks = _blocks(frozen, layers, settings)
     _warn_if_unknown(split, validation, processes)
@@ -300,6 +300,14 @@ def _warn_if_unknown(split: Split, validation: Any, processes: Processes) -> Non
             f"the quality of the masks will be unknown: {split.reason}; pass more images, or others with validation=",
             LearningWarning,
         )
+
+
+def _in_bfloat16(model: nn.Module, precision: str, device: torch.device) -> bool:
+    """Whether to learn in bfloat16: by default where it is faster, which on CPUs depthwise convolutions are not."""
+    if precision != "auto":
+        return precision == "bfloat16"
+    depthwise = any(getattr(m, "groups", 1) == getattr(m, "in_channels", 0) > 1 for m in model.modules())
+    return fast_in_bfloat16(device) and not (device.type == "cpu" and depthwise)
 
 
 def _frozen(model: nn.Module, layers: Layers, device: torch.device, half: bool) -> nn.Module:
