@@ -197,3 +197,21 @@ def test_outputs_that_are_not_finite_are_not_compared():
     assert module._mismatch([torch.zeros(2)], [infinite]) is None
     assert module._mismatch([torch.ones(2), torch.zeros(2)], [infinite, torch.ones(2)]).startswith("output 1 differs")
     assert module._mismatch([torch.tensor([1.0, float("nan")])], [torch.ones(2)]) is not None
+
+
+def overflowing():
+    """A network with a variance that is infinite in float16: PyTorch's norm then gives zeros."""
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(8)
+    norm.running_var.fill_(83_615)
+    nn.init.constant_(norm.weight, 300.0)
+    return nn.Sequential(nn.Conv2d(4, 8, 3), norm, nn.ReLU(), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 4, 1)).eval()
+
+
+@pytest.mark.parametrize("name", ["halve", "halve_unmasked"])
+def test_a_system_that_is_right_where_the_eager_model_is_not_is_measured(name):
+    [one] = measured(name, model=overflowing(), dtype=torch.float16)
+    assert one.error is None
+    assert "matches the eager model in float32, but not in float16" in one.note
+    [one] = measured(name, model=overflowing(), dtype=torch.float32)
+    assert "matches" not in (one.note or "")

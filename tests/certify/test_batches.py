@@ -133,14 +133,16 @@ def test_certificates_of_a_trained_network_on_a_gpu_are_those_of_the_cpu():
     """Updates of the last layers, and both networks together where one is not proven to keep the class."""
     pytest.importorskip("sklearn")
     model = train_digits(epochs=1).eval()
-    masks, x = halve.prune(model), digits("test").tensors[0][:2]
+    masks, images = halve.prune(model), digits("test").tensors[0][:100]
+    with torch.no_grad():
+        x = images[model(images).argmax(1) == halve.apply(model, masks)(images).argmax(1)][:2]
     tail = [list(masks)[-1], next(name for name in network_of(model, x[:1]).layers if name not in masks)]
-    for size in (1e-3, 0.3):
+    for size in (1e-3, 0.3):  # weights differ from machine to machine, but at 0.3 nothing is proven
         options = {"reuse": size, "layers": tail, "agreement": True, "optimise": False, "progress": False}
         here = halve.certify(model, masks, x, **options)
         there = halve.certify(model, masks, x, device="cuda", **options)
-        assert here.result["agree"] > 0
-        assert (here.result["largest_lead"] > 0) == (size == 0.3)
+        assert here.result["agree"] == 2
+        assert here.result["largest_lead"] > 0 or size < 0.3
         for one, other in zip(here.result["per_image"], there.result["per_image"], strict=True):
             assert one["certified"] == other["certified"]
             assert one.get("lead") == pytest.approx(other.get("lead"), rel=1e-6)

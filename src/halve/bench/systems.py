@@ -27,7 +27,8 @@ class Case:
     masked: nn.Module
     inputs: tuple[Tensor, ...]
     compiled: Callable[[], Compiled]
-    unmasked: Callable[[], tuple[nn.Module, Compiled]]  # the dense model in the compute dtype, and compiled
+    unmasked: Callable[[], Compiled]  # compiled without masks
+    eager: Callable[[bool, torch.dtype], nn.Module]  # the model with masks (True) or without, in a dtype
 
     @property
     def batch(self) -> int:
@@ -47,7 +48,7 @@ class Prepared:
     module: nn.Module  # owns the weights
     note: str | None = None
     plan: tuple[Entry, ...] = ()
-    reference: nn.Module | None = None  # what computes the same; None for the masked model
+    masked: bool = True  # computes the masked model, not the dense one
 
 
 def _eager(case: Case) -> Prepared:
@@ -171,8 +172,7 @@ def _halve(case: Case) -> Prepared:
 
 
 def _halve_unmasked(case: Case) -> Prepared:
-    dense, fast = case.unmasked()
-    return replace(_planned(case, fast), reference=dense)
+    return replace(_planned(case, case.unmasked()), masked=False)
 
 
 def _planned(case: Case, fast: Compiled) -> Prepared:
