@@ -81,6 +81,7 @@ JOBS = {
         after="learn",
     ),
     "photos": Job("benchmarks/bench_photos.py {assets} --workers 8 --out {work}/photos.json"),
+    "layers": Job("benchmarks/check_layers.py --out {work}/layers_float64.json"),
     "tests": Job(f"{PYTEST} -n 8 --dist loadgroup -q --durations=20 tests"),
     "memcheck": Job("benchmarks/sanitize.py", before="compute-sanitizer --tool memcheck --error-exitcode 9"),
     "racecheck": Job(

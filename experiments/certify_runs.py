@@ -26,4 +26,5 @@ RUNS: dict[str, Statement] = {
     "resnet50_flips": Flips("resnet50_v1", None, 7_400, last_stage="magnitude"),
     "resnet50_flips_learned": Flips("resnet50_v1", None, 7_400, last_stage="learned"),
     "resnet50_flips_learned_norms": Flips("resnet50_v1", None, 7_400, last_stage="learned_norms"),
+    "resnet50_flips_learned_fast": Flips("resnet50_v1", None, 7_400, last_stage="learned_fast"),
 }
