@@ -129,6 +129,33 @@ def runs() -> str:
     return table(["network", "time", "steps", "batch", "measured on"], rows)
 
 
+def plans() -> str:
+    """What masks were learned for a plan, and what it says of their speed. Nothing if there are none."""
+    found: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for record in accuracies():
+        if "plan" in record:
+            found.setdefault((record["network"], record["method"]), []).append(record)
+    rows = []
+    for (network, method), records in found.items():
+        one = records[0]
+        times = (one["dense_ms"], one["unmasked_ms"], one["ms"])
+        settings = one["settings"]
+        rows.append(
+            [
+                f"{name_of(network)}, {METHODS[method].removeprefix('halve, ')}",
+                f"{100 * one['masked_share']:.0f}",
+                *(f"{ms:.2f}" for ms in times),
+                f"{times[0] / times[2]:.2f}x",
+                span([r["settings"]["steps_done"] for r in records], "{:,}"),
+                f"{span([r['seconds'] for r in records], '{:.0f}')} s",
+                f"{settings['batch']} images of {settings['size']} px",
+                f"{', '.join(one['plan'].split(', ')[:3])}, {one['date']}",
+            ]
+        )
+    heads = ["", "weights masked, %", "dense, ms", "compiled without masks", "with these masks", "over dense"]
+    return table([*heads, "steps", "time", "batch", "plan"], rows) if rows else ""
+
+
 def accuracy_cpu() -> str:
     """Learned masks on a CPU: mean over seeds, lowest and highest. Nothing if none were learned on one."""
     runs: dict[tuple[str, str, float | None], list[dict[str, Any]]] = {}
@@ -427,6 +454,7 @@ TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
         ("README.md", "export_brief", export_tables.export_brief),
         ("docs/results/accuracy.md", "accuracy", accuracy),
         ("docs/results/accuracy.md", "runs", runs),
+        ("docs/results/accuracy.md", "plans", plans),
         ("docs/results/accuracy.md", "accuracy_cpu", accuracy_cpu),
         ("docs/results/accuracy.md", "budgets", budget_results.budgets),
         ("docs/results/accuracy.md", "one_shot", one_shot),
