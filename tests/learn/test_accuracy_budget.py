@@ -5,7 +5,7 @@ from torch import nn
 
 import halve
 from halve.errors import DataError, ModelError, OptionError
-from halve.learn.accuracy_budget import by_worth, enforce_accuracy_budget, enforce_speed_target
+from halve.learn.accuracy_budget import by_worth, costs_of, enforce_accuracy_budget, enforce_speed_target
 from halve.machine import device_names
 from halve.select.speed_plan import LayerSpeed, SpeedPlan
 from tests.random_masks import random
@@ -147,6 +147,22 @@ def test_a_speed_target_keeps_the_masks_that_save_most_for_their_cost():
     assert enforce_speed_target(model, masks, x, 2.0, plan) == masks
     with pytest.raises(ModelError, match=r"min_speedup=2.5 is out of reach: all 4 masks together give 2.00 x"):
         enforce_speed_target(model, masks, x, 2.5, plan)
+
+
+def test_a_layer_that_saves_too_much_to_be_left_dense_does_not_keep_others_from_it():
+    model, x = costly(), random(300, 16)
+    masks = halve.prune(model)
+    costs = costs_of(model, masks, x)
+    worst = max(costs, key=costs.__getitem__)
+    plan = plan_of(masks, [1.0 if name == worst else 2 * cost / costs[worst] for name, cost in costs.items()])
+    assert by_worth(costs, plan)[0] == worst
+    others = [name for name in masks if name != worst]
+    target = max(plan.speedup([worst, *others[1:]]), plan.speedup([worst, *others[:-1]]))
+    assert plan.speedup(others) < target < plan.speedup(masks)
+    kept = enforce_speed_target(model, masks, x, target, plan)
+    assert worst in kept
+    assert len(kept) < len(masks)
+    assert plan.speedup(kept) >= target
 
 
 def test_learn_reaches_a_speed_target_and_learns_the_other_layers_again():

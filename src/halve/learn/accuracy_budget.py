@@ -188,9 +188,13 @@ def enforce_speed_target(
     runs = _Runs(model, masks, data, "agreement", forward)
     everything = runs.drop(list(masks))
     costs = runs.costs(progress)
-    dense, left = [], by_worth(costs, plan)
-    while len(left) > 1 and plan.speedup(left[1:]) >= min_speedup:
-        dense.append(left.pop(0))
+    dense: list[str] = []
+    order = by_worth(costs, plan)
+    for name in order:  # a layer that saves too much to be left dense does not keep later ones from it
+        rest = [other for other in order if other not in (*dense, name)]
+        if rest and plan.speedup(rest) >= min_speedup:
+            dense.append(name)
+    left = [name for name in order if name not in dense]
     return masks.without(dense).with_recipe(
         min_speedup=min_speedup,
         drop_metric="agreement",
