@@ -38,7 +38,7 @@ def test_a_plan_is_measured_saved_and_shown(halve, folder):
     plan = load_plan(folder / "plan.json")
     assert (plan.batch, plan.image, plan.device) == (2, (3, 16, 16), device_name(torch.device("cpu")))
     assert list(plan) == ["body", "point"]
-    assert "0 of 2 layers are faster sparse" in result.out
+    assert "masks pay in 0 of 2 layers" in result.out
     again = halve(
         "measure", "zoo.py:net", "--size", 16, "--batch", 1, "--seconds", 0.01, "--out", "plan.json", "--json"
     )

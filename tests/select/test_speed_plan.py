@@ -34,9 +34,41 @@ def test_only_layers_that_are_faster_sparse_are_masked():
     assert list(halve.prune(model, plan=plan())) == ["1"]
 
 
-def test_a_gain_within_the_noise_does_not_pay():
-    assert not LayerSpeed((4, 4), "", 1.0, 0.99).pays
-    assert LayerSpeed((4, 4), "", 1.0, 0.97).pays
+def test_a_gain_within_the_noise_is_none():
+    assert not LayerSpeed((4, 4), "", 1.0, 0.99).faster
+    assert LayerSpeed((4, 4), "", 1.0, 0.97).faster
+
+
+def resnet_like(last=0.020):
+    """Small layers that save much, and large ones of which each saves little."""
+    layers = {f"small.{i}": LayerSpeed((64, 64, 3, 3), "", 0.2, 0.1) for i in range(4)}
+    layers |= {f"large.{i}": LayerSpeed((2048, 512, 1, 1), "", 0.1, 0.1 - last / 2) for i in range(2)}
+    layers["slower"] = LayerSpeed((64, 64, 1, 1), "", 0.1, 0.2)
+    return SpeedPlan(layers, device_names()[-1], "float32", 8, (3, 8, 8), 5.0, 4.0, 3.0)
+
+
+def test_many_weights_that_save_little_stay_dense():
+    found = resnet_like()
+    assert found.faster == [f"small.{i}" for i in range(4)] + ["large.0", "large.1"]
+    assert found.paying == [f"small.{i}" for i in range(4)]
+    assert found.why_not("large.0").startswith("saves too little for its weights: 0.0900 ms, dense 0.1000 ms on")
+    assert found.why_not("slower").startswith("not faster sparse")
+    assert found.why_not("small.0") is None
+    assert found.ms(found.faster) == 3.0
+    assert found.ms(found.paying) == pytest.approx(4 - 0.4 / 0.42, abs=1e-6)
+    assert str(found).splitlines()[-2].split(" | ")[-1].strip() == "no"
+
+
+def test_layers_that_save_more_than_the_last_part_are_masked():
+    assert resnet_like(0.04).paying == [f"small.{i}" for i in range(4)] + ["large.1"]  # one of them fits into 5 %
+    assert len(resnet_like(0.08).paying) == 6
+
+
+def test_layers_that_are_all_alike_are_all_masked():
+    layers = {str(i): LayerSpeed((64, 64, 3, 3), "", 0.2, 0.1) for i in range(40)}
+    alike = dataclasses.replace(resnet_like(), layers=layers)
+    assert alike.paying == list(layers)
+    assert dataclasses.replace(alike, layers={}).paying == []
 
 
 @pytest.mark.parametrize(

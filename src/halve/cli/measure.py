@@ -44,13 +44,14 @@ def measure(
     if json:
         show.as_json({"file": str(path), **plan.as_json()})
         return
+    paying = plan.paying
     rows = [
-        (name, layer.shape, _ms(layer.dense_ms), _ms(layer.sparse_ms), "yes" if layer.pays else "no")
+        (name, layer.shape, _ms(layer.dense_ms), _ms(layer.sparse_ms), "yes" if name in paying else "no")
         for name, layer in plan.items()
     ]
     title = f"{model} on {plan.device}, {plan.dtype}, batch {plan.batch}"
     show.table(title, ("layer", "shape", ">dense ms", ">sparse ms", "mask pays"), rows)
-    show.say(f"{len(plan.paying)} of {len(plan)} layers are faster sparse; {plan.summary}")
+    show.say(f"masks pay in {len(paying)} of {len(plan)} layers; {plan.summary}")
     show.say(f"{path}: pass it to 'halve learn --plan'")
 
 

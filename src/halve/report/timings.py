@@ -111,7 +111,7 @@ def _from_speed_plan(plain: Any, given: Any, masked: Collection[str]) -> Timings
     except ValueError as error:
         raise FileError(f"{given} is not a plan of 'halve measure': {error}") from error
     layers = {
-        name: LayerTime(layer.dense_ms, layer.sparse_ms, runs_sparse=layer.pays and name in masked)
+        name: LayerTime(layer.dense_ms, layer.sparse_ms, runs_sparse=layer.faster and name in masked)
         for name, layer in plan.items()
     }
     network = NetworkTime(plan.batch, plan.dense_ms, plan.ms(masked), "best dense")

@@ -152,8 +152,8 @@ def select(
         remainder: If the channels are not divisible by M, "skip" the layer (default), "pad" it with virtual zero
             columns, or raise an "error".
         kinds: Mask only these of "linear", "conv" and "conv_transpose" (default: all).
-        plan: What `halve.measure` found, or the file it was saved to: layers that are not faster sparse stay dense. It
-            must be of this machine, unless `target` names the one it is of.
+        plan: What `halve.measure` found, or the file it was saved to: layers where a mask does not pay stay dense,
+            see `SpeedPlan.paying`. It must be of this machine, unless `target` names the one it is of.
         target: The device that the masks are for, such as "H200", if `plan` was measured on another machine.
         data: Batches of images. Layers that never run on them are not masked (default: all layers count as running).
         forward: `forward(model, batch)` runs the model on an unusual batch of `data`.
@@ -234,7 +234,7 @@ def _speeds(
         raise OptionError(f"plan= needs order='channels', got {order!r}: no hardware can use blocks in another order")
     found.check_target(device_names(), target)
     found.check_network({name: _shape(module) for name, module in layers})
-    if found.paying and not found.pays:  # if no layer pays, nothing is masked
+    if found.faster and not found.pays:  # if no layer is faster, nothing is masked
         warn(f"{found.device}, {found.dtype}, batch {found.batch}: {found.verdict}", SpeedWarning)
     return found
 

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
@@ -15,7 +16,8 @@ from halve.text import aligned
 
 FORMAT = "halve.speed_plan"
 VERSION = 2
-NOISE = 0.02  # a mask pays if a layer, or the network, is faster by more than this share; timings vary by about as much
+NOISE = 0.02  # a layer, or the network, is faster if it is so by more than this share; timings vary by about as much
+LAST = 0.05  # share of what masks save that is not worth masks in many weights
 _LARGEST = 16 << 20  # bytes of a file
 
 
@@ -23,7 +25,7 @@ _LARGEST = 16 << 20  # bytes of a file
 class LayerSpeed:
     """Milliseconds of one layer with its fastest dense and its fastest sparse kernel; None if there is no such kernel.
 
-    >>> LayerSpeed((64, 64, 3, 3), "64>64 3x3 at 56x56", dense_ms=0.12, sparse_ms=0.08).pays
+    >>> LayerSpeed((64, 64, 3, 3), "64>64 3x3 at 56x56", dense_ms=0.12, sparse_ms=0.08).faster
     True
     """
 
@@ -40,15 +42,21 @@ class LayerSpeed:
         return max(0.0, self.dense_ms - self.sparse_ms)
 
     @property
-    def pays(self) -> bool:
+    def faster(self) -> bool:
+        """Whether it is faster sparse, beyond what timings vary by."""
         return self.saved_ms > NOISE * (self.dense_ms or 0.0)
+
+    @property
+    def weights(self) -> int:
+        """The number of weights."""
+        return math.prod(self.weight)
 
 
 @dataclass(frozen=True)
 class SpeedPlan(Mapping[str, LayerSpeed]):
     """What `halve.measure` found, layer by layer, and the machine that it holds for. Prints as a table.
 
-    `halve.select`, `halve.prune` and `halve.learn` take it as `plan`, and mask only layers that are faster sparse.
+    `halve.select`, `halve.prune` and `halve.learn` take it as `plan`, and mask only layers where that pays.
 
     Args:
         layers: Times of each layer that can be masked, by name.
@@ -92,20 +100,40 @@ class SpeedPlan(Mapping[str, LayerSpeed]):
         return len(self.layers)
 
     @property
-    def paying(self) -> list[str]:
+    def faster(self) -> list[str]:
         """Layers that are faster sparse."""
-        return [name for name, layer in self.items() if layer.pays]
+        return [name for name, layer in self.items() if layer.faster]
+
+    @property
+    def paying(self) -> list[str]:
+        """Layers worth a mask: they are faster sparse, and save enough for the weights that masks drop.
+
+        Layers that save less than half as much per weight as all of them do on average are left out, those that save
+        least first, as long as they bring no more than the last 5 % of what masks save.
+        """
+        faster = self.faster
+        total, weights = sum(self[name].saved_ms for name in faster), sum(self[name].weights for name in faster)
+        left_out: list[str] = []
+        given_up = 0.0
+        for name in sorted(faster, key=lambda name: self[name].saved_ms / self[name].weights):
+            layer = self[name]
+            given_up += layer.saved_ms
+            if given_up > LAST * total or layer.saved_ms * weights >= 0.5 * total * layer.weights:
+                break
+            left_out.append(name)
+        return [name for name in faster if name not in left_out]
 
     def ms(self, masked: Collection[str]) -> float:
         """Estimated time of the network with masks in these layers only.
 
         Leaving a layer dense costs what its sparse kernel saves, in proportion: times of single layers do not add up to
-        that of the network. With all paying layers masked it is `sparse_ms`, with none `unmasked_ms`.
+        that of the network. With all layers masked that are faster sparse it is `sparse_ms`, with none `unmasked_ms`.
         """
-        total = sum(self[name].saved_ms for name in self.paying)
+        faster = self.faster
+        total = sum(self[name].saved_ms for name in faster)
         if not total:
             return self.unmasked_ms
-        kept = sum(self[name].saved_ms for name in self.paying if name in masked)
+        kept = sum(self[name].saved_ms for name in faster if name in masked)
         return round(self.unmasked_ms + (self.sparse_ms - self.unmasked_ms) * kept / total, 6)
 
     def speedup(self, masked: Collection[str]) -> float:
@@ -120,7 +148,7 @@ class SpeedPlan(Mapping[str, LayerSpeed]):
     @property
     def saved(self) -> float:
         """The share of the network's time that masks save; the rest of the speed-up needs no masks."""
-        return max(0.0, 1 - self.sparse_ms / self.unmasked_ms) if self.paying else 0.0
+        return max(0.0, 1 - self.sparse_ms / self.unmasked_ms) if self.faster else 0.0
 
     @property
     def pays(self) -> bool:
@@ -145,8 +173,10 @@ class SpeedPlan(Mapping[str, LayerSpeed]):
             return f"not timed {where}"
         if layer.sparse_ms is None or layer.dense_ms is None:
             return f"no sparse kernel {where}"
-        if not layer.pays:
+        if not layer.faster:
             return f"not faster sparse: {layer.sparse_ms:.4f} ms, dense {layer.dense_ms:.4f} ms {where}"
+        if name not in self.paying:
+            return f"saves too little for its weights: {layer.sparse_ms:.4f} ms, dense {layer.dense_ms:.4f} ms {where}"
         return None
 
     def check_network(self, weights: Mapping[str, tuple[int, ...]]) -> None:
@@ -223,8 +253,8 @@ class SpeedPlan(Mapping[str, LayerSpeed]):
     @property
     def _title(self) -> str:
         return (
-            f"{self.device}, {self.dtype}, batch {self.batch}: {len(self.paying)} of {len(self)} layers faster sparse; "
-            f"{self.summary}"
+            f"{self.device}, {self.dtype}, batch {self.batch}: masks pay in {len(self.paying)} of {len(self)} "
+            f"layers; {self.summary}"
         )
 
     @property
@@ -246,7 +276,7 @@ class SpeedPlan(Mapping[str, LayerSpeed]):
     def _row(self, name: str) -> tuple[str, ...]:
         layer = self[name]
         times = ("-" if time is None else f"{time:.4f}" for time in (layer.dense_ms, layer.sparse_ms))
-        return (name, layer.shape, *times, "yes" if layer.pays else "no")
+        return (name, layer.shape, *times, "yes" if name in self.paying else "no")
 
 
 def load_plan(path: str | Path) -> SpeedPlan:
