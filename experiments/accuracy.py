@@ -51,13 +51,16 @@ SETTINGS = (
     "permute",
 )  # recipe entries to record
 PRESETS = {"paper": "paper", "paper_tuned": "paper-tuned"}
-PLANNED = ("halve_plan", "halve_plan_norms")
+PLANNED = ("halve_plan", "halve_plan_norms", "halve_plan_95", "halve_plan_95_norms")
+SHARE_OF_SPEEDUP = 0.95  # of "halve_plan_95": the speed-up with all masks that are faster
 LEARNED = {
     "halve": {},
     "halve_recalibrated": {},
     "halve_norms": {"norms": "learn"},
     "halve_plan": {},
     "halve_plan_norms": {"norms": "learn"},
+    "halve_plan_95": {"validation": True, "fallback": False},
+    "halve_plan_95_norms": {"norms": "learn", "validation": True, "fallback": False},
 }
 METHODS = ("dense", "magnitude", "magnitude_permuted", *PRESETS, *LEARNED)
 
@@ -194,6 +197,15 @@ def masked_share(model: nn.Module, masks: halve.MaskSet) -> float:
     return masks.weights / sum(weights)
 
 
+def planned_options(plan: SpeedPlan | None, method: str) -> dict[str, Any]:
+    """What `halve.learn` gets for a method that follows a plan."""
+    if plan is None or method not in PLANNED:
+        return {}
+    if "_95" not in method:
+        return {"plan": plan}
+    return {"plan": plan, "min_speedup": SHARE_OF_SPEEDUP * plan.speedup(plan.faster)}
+
+
 def planned(plan: SpeedPlan | None, masks: halve.MaskSet) -> dict[str, Any]:
     """The plan that masks were learned for, and its milliseconds: with these masks, dense, and with every mask."""
     if plan is None:
@@ -251,7 +263,7 @@ def main() -> None:
         for method in options.methods:
             train = everything.part(kept, seed)
             seeded = method in PRESETS or method in LEARNED
-            own = learning | LEARNED.get(method, {}) | ({"plan": plan} if method in PLANNED else {})
+            own = learning | LEARNED.get(method, {}) | planned_options(plan, method)
             if not seeded and seed != options.seeds[0]:
                 continue
             started = time.perf_counter()

@@ -43,6 +43,8 @@ METHODS = {
     "halve_norms": "halve, norms learned",
     "halve_plan": "halve, where it pays",
     "halve_plan_norms": "halve, where it pays, norms learned",
+    "halve_plan_95": "halve, at 95 % of the speed-up",
+    "halve_plan_95_norms": "halve, at 95 % of the speed-up, norms learned",
 }
 METRICS = {"top1": "top-1", "agreement": "agreement"}
 

@@ -366,6 +366,50 @@ def test_what_is_run_needs_assets_and_a_network(experiment, monkeypatch, capsys)
     assert "ASSETS and --network are required" in capsys.readouterr().err
 
 
+def test_a_target_of_95_percent_is_one_of_the_gain_that_masks_bring(experiment):
+    accuracy = experiment("accuracy")
+
+    class Plan:
+        faster = ("one", "two")
+
+        def speedup(self, layers):
+            assert layers == self.faster
+            return 1.6
+
+    assert accuracy.planned_options(None, "halve_plan_95") == accuracy.planned_options(Plan(), "halve") == {}
+    assert accuracy.planned_options(Plan(), "halve_plan").keys() == {"plan"}
+    assert accuracy.planned_options(Plan(), "halve_plan_95_norms")["min_speedup"] == pytest.approx(0.95 * 1.6)
+
+
+def of_processes(count, seed, kl, **more):
+    about = {"network": "resnet50_v1", "steps": 120, "images": 32, "size": 112, "threads": 2, "hardware": "a machine"}
+    about |= {"versions": {"torch": "2"}, "date": "today", "processes": count, "seed": seed, "same_masks": True}
+    return about | ({"seconds": 60.0, "kl_in20_train": kl} if kl else {}) | more
+
+
+def test_two_processes_stand_beside_one(experiment, monkeypatch):
+    tables, shown = experiment("tables"), []
+    monkeypatch.setattr(tables, "recorded_if_any", {"experiments/results/processes.json": shown}.__getitem__)
+    assert tables.processes() == ""
+    shown += [of_processes(1, 0, 0.5), of_processes(1, 1, 0.7), of_processes(2, 0, 0.55)]
+    text = tables.processes()
+    assert "| 1 | 2 | 0.600 (0.500 to 0.700) | 60 s |\n| 2 | 1 | 0.550 (0.550) | 60 s |" in text
+    assert "both processes are bit for bit the same." in " ".join(text.split())
+    shown.append(of_processes(2, 0, None, resumed_from=55))
+    assert "both went on from step 55." in " ".join(tables.processes().split())
+    shown.append(of_processes(2, 1, 0.6, same_masks=False))
+    assert "are not the same" in " ".join(tables.processes().split())
+
+
+def test_one_of_two_processes_is_killed_after_some_batches(experiment, monkeypatch):
+    module, killed = experiment("processes"), []
+    monkeypatch.setattr(module.os, "kill", lambda *arguments: killed.append(arguments))
+    dying = iter(module.Dying([1, 2, 3], 2))
+    assert (next(dying), next(dying), killed) == (1, 2, [])
+    next(dying)
+    assert len(killed) == 1
+
+
 def budget(images, method, agreement, device="cpu", **more):
     about = {"network": "cifar_resnet20", "device": device, "images": images, "seed": 0, "method": method}
     about |= {"agreement_cifar10/train": agreement, "kl_cifar10/train": 0.1, "hardware": f"a {device}"}
