@@ -5,8 +5,8 @@
 
 Jobs that time something run alone, one after the other in the order given; then all others side by side. Each has a log
 in WORK, and what it measures is there, too. At the end of the time limit, all that still run are stopped. With --pack,
-WORK is packed into that file every few seconds, so that nothing is lost with the machine. The times of bench that WORK
-has are not measured again.
+WORK is packed into that file every few seconds, so that nothing is lost with the machine, but for files larger than
+LARGEST, such as checkpoints. The times of bench that WORK has are not measured again.
 
 ASSETS has the layout of experiments/accuracy.py, SUBJECTS that of experiments/certify.py.
 """
@@ -26,6 +26,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 PACK_SECONDS, STOP_SECONDS = 15.0, 8.0
+LARGEST = 12_000_000  # bytes
 PYTEST = "-m pytest -m gpu -p no:cacheprovider -p no:benchmark -o addopts=--import-mode=importlib"
 NETWORKS = (
     "densenet121 efficientnet_v2_s swin_t regnet_y_8gf convnext_small efficientnet_b0 mobilenet_v3_large vit_b_16 "
@@ -96,6 +97,15 @@ JOBS = {
         "experiments/certify.py {subjects} --processes 8 --out {work}/certify_digits_reuse_radius.json "
         "--seconds {left} --run digits_reuse_radius"
     ),
+    **{
+        task: Job(f"experiments/{task}.py {{work}}/{task} --device cuda --out {{work}}/{task}.json")
+        for task in ("detection", "segmentation")
+    },
+    "scale": Job("benchmarks/bench_scale.py --out {work}/scale.json", alone=True),
+    "paper_tables": Job(
+        "experiments/paper_tables.py --train {assets}/in20_train --val {assets}/in20_val_dev --size 160 "
+        "--dense-epochs 60 --seconds {left} --work {work}/paper --out {work}/paper_tables.json"
+    ),
     "soundness": Job(
         "benchmarks/soundness.py --cases 100000 --processes 6 --seconds {left} --out {work}/soundness.json"
     ),
@@ -145,6 +155,8 @@ def pack(work: Path, into: Path | None) -> None:
     with tarfile.open(unfinished, "w:gz", compresslevel=1) as archive:
         for path in sorted(path for path in work.rglob("*") if path.is_file() and path.suffix != ".lock"):
             try:
+                if path.stat().st_size > LARGEST:
+                    continue
                 content = path.read_bytes()
             except FileNotFoundError:  # files are renamed when they are complete
                 continue

@@ -35,6 +35,7 @@ from records import (
     percent,
     percents,
     recorded,
+    recorded_if_any,
     span,
 )
 from studies import (
@@ -179,6 +180,34 @@ def accuracy_cpu() -> str:
         )
     heads = ["", "minutes", "steps", "top-1 of learned masks, %", "dense top-1, %", "measured on"]
     return table(heads, rows) if rows else ""
+
+
+def processes() -> str:
+    """Masks learned by two processes beside one. Nothing if none were learned so."""
+    records = recorded_if_any("experiments/results/processes.json")
+    rows = []
+    for count in (1, 2):
+        runs = [r for r in records if r["processes"] == count and "seconds" in r]
+        if not runs:
+            return ""
+        scores = [key for key in runs[0] if key.startswith(("kl_", "agreement_"))]
+        spans = [
+            f"{statistics.mean(values):.3f} ({span(values, '{:.3f}')})"
+            for values in ([r[key] for r in runs] for key in scores)
+        ]
+        rows.append([f"{count}", f"{len(runs)}", *spans, f"{span([r['seconds'] for r in runs], '{:.0f}')} s"])
+    heads = [score.replace("kl_", "KL, ").replace("agreement_", "agreement, ") for score in scores]
+    first, killed = records[0], [r for r in records if "resumed_from" in r]
+    words = (
+        f"{name_of(first['network'])}, {first['steps']} steps of {first['images']} images of {first['size']} px, on "
+        f"{first['threads']} threads in all; mean, lowest and highest of all seeds, on classes that are held back. "
+        f"{measured_on(records)} (`experiments/processes.py`)."
+    )
+    same = "bit for bit the same" if all(r["same_masks"] for r in records) else "not the same"
+    words += f" The masks of both processes are {same}"
+    if killed:
+        words += f", also after one of them was killed halfway and both went on from step {killed[0]['resumed_from']}"
+    return f"{table(['processes', 'seeds', *heads, 'time'], rows)}\n\n{prose(words + '.')}"
 
 
 def one_shot() -> str:
@@ -457,6 +486,7 @@ TABLES: dict[str, tuple[Path, Callable[[], str]]] = {
         ("docs/results/accuracy.md", "plans", plans),
         ("docs/results/accuracy.md", "accuracy_cpu", accuracy_cpu),
         ("docs/results/accuracy.md", "budgets", budget_results.budgets),
+        ("docs/results/accuracy.md", "processes", processes),
         ("docs/results/accuracy.md", "one_shot", one_shot),
         ("docs/results/accuracy.md", "learn_gpu", learn_gpu),
         ("docs/results/speed.md", "gpu_summary", gpu_speed.gpu_summary),

@@ -79,6 +79,16 @@ def test_files_that_are_gone_by_the_time_they_are_packed_are_left_out(options, m
         assert archive.getnames() == ["kept"]
 
 
+def test_large_files_are_left_out(options, monkeypatch):
+    options.work.mkdir()
+    monkeypatch.setattr(run_gpu, "LARGEST", 10)
+    for name, size in (("results.json", 10), ("weights.safetensors", 11)):
+        (options.work / name).write_bytes(b"x" * size)
+    run_gpu.pack(options.work, options.pack)
+    with tarfile.open(options.pack) as archive:
+        assert archive.getnames() == ["results.json"]
+
+
 def test_jobs_end_with_the_program_that_runs_them(options, tmp_path):
     code = "import os, sys, time; open(sys.argv[1], 'w').write(str(os.getpid())); time.sleep(60)"
     script, pid = tmp_path / "run.py", tmp_path / "pid"
