@@ -34,8 +34,23 @@ def test_the_digest_is_the_same_in_every_version_of_python():
     nested = """def text(names):  # é
     return f"{', '.join(f'{name!r:>{4}}' for name in names)} or \\"none\\""
 """
-    assert digest_of_code(nested) == "6ad723e32b8b810fee449eee6c2c4385ea4bad4f9536c0f2be47a74a68704f68"
+    assert digest_of_code(nested) == "626c10b44f8dbae00372ed63ba84b53fe4b025c8511678070bfce14067a07117"
 
 
-def test_line_breaks_do_not_count():
-    assert digest_of_code("x = [\n    1,\n]") == digest_of_code("x = [ 1, ]")
+def test_blank_lines_do_not_count():
+    assert digest_of_code("x = 1\n\n\n# one\n\ny = 2") == digest_of_code("x = 1\ny = 2\n")
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ("if x:\n    y = 1\n    z = 2\n", "if x:\n    y = 1\nz = 2\n"),
+        ("def f(x, y):\n    return x\n    -y\n", "def f(x, y):\n    return x - y\n"),
+        ("raise TypeError('x')", "raise ValueError('x')"),
+        ("raise TypeError('x')", "raise"),
+        ("x = 'a  b'", "x = 'a b'"),
+    ],
+    ids=["indentation", "statements", "the type of an error", "an error", "blanks in a text"],
+)
+def test_these_are_different(one, other):
+    assert digest_of_code(one) != digest_of_code(other)

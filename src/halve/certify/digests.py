@@ -21,9 +21,9 @@ _BOUNDS = ("rounding", "operators", "network", "changes", "crown", "branch", "ma
 
 
 def digest_of_code(source: str) -> str:
-    """The digest of what a source computes: comments, line breaks, docstrings and messages of errors do not count.
+    """The digest of what a source computes: comments, blank lines, docstrings and messages of errors do not count.
 
-    It is one of the text that is left, since syntax trees differ from version to version of Python.
+    It is one of the lines that are left, since syntax trees differ from version to version of Python.
 
     >>> digest_of_code("x = 1  # one") == digest_of_code("x = 1"), digest_of_code("x = 1") == digest_of_code("x = 2")
     (True, False)
@@ -32,18 +32,22 @@ def digest_of_code(source: str) -> str:
     starts = [0, *itertools.accumulate(len(line) + 1 for line in bytes(left).split(b"\n"))]
 
     def remove(first: int, last: int) -> None:
-        left[first:last] = b" " * (last - first)
+        left[first:last] = b"".join(b"\n" if byte == b"\n"[0] else b" " for byte in left[first:last])
+
+    def end_of(node: ast.expr) -> int:
+        return starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
 
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Raise) or (isinstance(node, ast.Expr) and _is_text(node.value)):
-            kept = len("raise") if isinstance(node, ast.Raise) else 0
-            last = starts[(node.end_lineno or node.lineno) - 1] + (node.end_col_offset or 0)
-            remove(starts[node.lineno - 1] + node.col_offset + kept, last)
+        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call):
+            remove(end_of(node.exc.func), end_of(node.exc))
+        elif isinstance(node, ast.Expr) and _is_text(node.value):
+            remove(starts[node.lineno - 1] + node.col_offset, end_of(node.value))
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type == tokenize.COMMENT:
             first = starts[token.start[0] - 1] + len(token.line[: token.start[1]].encode())
             remove(first, first + len(token.string.encode()))
-    return hashlib.sha256(b" ".join(left.split())).hexdigest()
+    lines = [line.rstrip() for line in left.split(b"\n") if line.strip()]
+    return hashlib.sha256(b"\n".join(lines)).hexdigest()
 
 
 def _is_text(node: ast.expr) -> bool:
