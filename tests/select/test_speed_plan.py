@@ -147,7 +147,8 @@ def test_other_files_are_not_overwritten(tmp_path):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *(("format", "other"), ("version", 1), ("layers", []), ("layers", {"1": {}}), ("layers", {"\x1b[31m": {}})),
+        *(("format", "other"), ("layers", []), ("layers", {"1": {}}), ("layers", {"\x1b[31m": {}})),
+        ("layers", {"1": {"weight": [16, 0], "shape": "", "dense_ms": 1.0, "sparse_ms": 0.5}}),
         *(
             ("device", "\x1b[2J"),
             ("device", 3),
@@ -165,6 +166,15 @@ def test_damaged_plans_are_refused(tmp_path, key, value):
     with pytest.raises(FileError, match="not a plan of 'halve measure'") as raised:
         load_plan(path)
     assert str(raised.value).isprintable()
+
+
+def test_a_plan_of_another_version_is_refused_and_may_be_replaced(tmp_path):
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan().as_json() | {"version": 1}))
+    with pytest.raises(FileError, match=r"version 1, and this halve reads version 2: measure again"):
+        load_plan(path)
+    plan().save(path)
+    assert load_plan(path) == plan()
 
 
 @pytest.mark.parametrize("text", ["", "[" * 100_000, "\xff", "null"], ids=["empty", "deep", "bytes", "null"])

@@ -24,7 +24,7 @@ from halve.export import file as onnx_file
 from halve.learn import reporting, run_state
 from halve.masks import file, packed, storage
 from halve.report.page import is_report
-from halve.select import speed_plan
+from halve.select.speed_plan import is_plan
 from halve.sources.images import ENDINGS, expand
 from halve.sources.weights import made_by
 
@@ -87,11 +87,6 @@ def _is_results(path: Path) -> bool:
     return isinstance(found, dict) and {"measurements", "layers"} <= found.keys()
 
 
-def _is_plan(path: Path) -> bool:
-    speed_plan.load_plan(path)
-    return True
-
-
 def _text(name: str, made_by: str) -> Kind:
     """A text file that says in its first line what made it."""
 
@@ -112,7 +107,7 @@ ONNX = Kind("file by 'halve export'", onnx_file.is_exported)
 CERTIFICATE = Kind("certificate by 'halve certify'", is_certificate)
 REPORT = Kind("page of 'halve report'", is_report)
 RESULTS = Kind("result of 'halve bench'", _is_results)
-PLAN = Kind("plan of 'halve measure'", _is_plan)
+PLAN = Kind("plan of 'halve measure'", is_plan)
 LOG = Kind("log of 'halve learn'", reporting.is_log, stream=True)
 
 

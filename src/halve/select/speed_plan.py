@@ -217,12 +217,12 @@ class SpeedPlan(Mapping[str, LayerSpeed]):
 
     @classmethod
     def from_json(cls, plain: Any) -> "SpeedPlan":
-        """A plan from JSON values. Raises `ValueError` if they are not those of a plan."""
+        """A plan from JSON values. Raises `ValueError` if they are no plan, and `FileError` for one of another version."""
         if not isinstance(plain, dict) or plain.get("format") != FORMAT:
             raise ValueError("not a plan of 'halve measure'")
         if plain.get("version") != VERSION:
-            version = f"a plan of version {plain.get('version')!r}; this halve reads version {VERSION}"
-            raise ValueError(f"{version}: measure again")
+            version = f"a plan of version {plain.get('version')!r}, and this halve reads version {VERSION}"
+            raise FileError(f"{version}: measure again with 'halve measure'")
         try:
             layers = {_text(name): _layer(layer) for name, layer in plain["layers"].items()}
             dense, unmasked, sparse = (_time(plain[key]) for key in ("dense_ms", "unmasked_ms", "sparse_ms"))
@@ -243,11 +243,11 @@ class SpeedPlan(Mapping[str, LayerSpeed]):
     def save(self, path: str | Path, *, force: bool = False) -> None:
         """Write the plan as JSON. A file that is no plan is replaced only with `force`."""
         path = Path(path)
-        if path.exists() and not force:
-            try:
-                load_plan(path)
-            except FileError as error:
-                raise FileError(f"cannot write {path}: {error}; choose another name, or pass force=True") from error
+        if path.exists() and not force and not is_plan(path):
+            raise FileError(
+                f"cannot write {path}: the file exists and is not a plan of 'halve measure'; choose another name, or "
+                f"pass force=True"
+            )
         write_atomically(path, (json.dumps(self.as_json(), indent=1) + "\n").encode())
 
     @property
@@ -291,13 +291,28 @@ def load_plan(path: str | Path) -> SpeedPlan:
     """
     path = Path(path)
     try:
-        if path.stat().st_size > _LARGEST:
-            raise ValueError(f"larger than {_LARGEST >> 20} MiB, so not a plan")
-        return SpeedPlan.from_json(json.loads(path.read_bytes()))
+        return SpeedPlan.from_json(_read(path))
+    except FileError as error:
+        raise FileError(f"cannot read {path}: {error}") from error
     except OSError as error:
         raise FileError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise FileError(f"{path} is not a plan of 'halve measure': {error}") from error
+
+
+def is_plan(path: Path) -> bool:
+    """Whether a file says that it is a plan, of whichever version."""
+    try:
+        found = _read(path)
+    except (OSError, ValueError, RecursionError):
+        return False
+    return isinstance(found, dict) and found.get("format") == FORMAT
+
+
+def _read(path: Path) -> Any:
+    if path.stat().st_size > _LARGEST:
+        raise ValueError(f"larger than {_LARGEST >> 20} MiB, so not a plan")
+    return json.loads(path.read_bytes())
 
 
 def _without_threads(device: str) -> str:
@@ -307,7 +322,10 @@ def _without_threads(device: str) -> str:
 
 def _layer(plain: Mapping[str, Any]) -> LayerSpeed:
     dense, sparse = (None if plain[key] is None else _time(plain[key]) for key in ("dense_ms", "sparse_ms"))
-    return LayerSpeed(tuple(map(int, plain["weight"])), _text(plain["shape"]), dense, sparse)
+    weight = tuple(map(int, plain["weight"]))
+    if min(weight, default=0) < 1:
+        raise ValueError(f"{plain['weight']!r} is not the shape of a weight")
+    return LayerSpeed(weight, _text(plain["shape"]), dense, sparse)
 
 
 def _time(value: Any) -> float:
