@@ -6,7 +6,7 @@ from torch import nn
 
 import halve
 from halve.bench.systems import SYSTEMS, Case, weight_bytes
-from halve.engine.compiled import CUDA_GRAPH, INDUCTOR, JOINS
+from halve.engine.compiled import CUDA_GRAPH, INDUCTOR, JOINS, SPARSE
 from halve.errors import EngineError
 from tests.engine.nets import compiled
 from tests.tiny import convnet, images
@@ -30,7 +30,7 @@ def test_a_case_knows_its_batch_and_its_device(case):
     assert (case.batch, case.on_gpu) == (2, False)
 
 
-@pytest.mark.parametrize("part", [CUDA_GRAPH, INDUCTOR, JOINS])
+@pytest.mark.parametrize("part", [CUDA_GRAPH, INDUCTOR, JOINS, SPARSE])
 def test_notes_say_what_could_not_be_used(case, part, monkeypatch):
     monkeypatch.setitem(case.compiled().plan.uncompiled, part, "not used: too old")
     assert f"{part} not used: too old" in SYSTEMS["halve"](case).note

@@ -10,6 +10,8 @@ from torch import nn
 
 import halve
 from halve.engine import compiled as of_compiled
+from halve.engine.compiled import SPARSE
+from halve.engine.kernels.cpu_sp import features
 from halve.engine.kernels.kernel import KernelFamily
 from halve.engine.kernels.registry import FAMILIES
 from halve.errors import DataError, EngineError, EngineWarning, OptionError
@@ -124,6 +126,22 @@ def test_without_masks_the_network_is_planned_on_dense_kernels(everywhere):
     assert fast.reason is None
     assert not any(entry.sparse for entry in fast.plan)
     torch.testing.assert_close(fast(x), model(x), rtol=1e-4, atol=1e-5)
+
+
+def test_masks_that_no_kernel_can_use_are_noted_in_the_plan(everywhere):
+    model = convnet()
+    with pytest.warns(EngineWarning, match="no layer runs sparse: no captured layer is 2:4 along"):
+        fast = halve.compile(model, halve.prune(model, pattern="3:4"), images(2))
+    assert "no captured layer is 2:4 along" in fast.plan.uncompiled[SPARSE]
+    assert "no captured layer is 2:4 along" in str(fast.plan)
+
+
+def test_without_masks_nothing_warns_where_nothing_runs_sparse(monkeypatch):
+    monkeypatch.setattr(features, "cpu_flags", frozenset)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fast = halve.compile(convnet(), None, images(2))
+    assert "AVX" in fast.plan.dense
 
 
 class Everywhere(KernelFamily):

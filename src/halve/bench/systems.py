@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from halve.bench.onnx_runtimes import Run, onnxruntime_call, openvino_call
 from halve.bench.semi_structured import replace_layers_
-from halve.engine.compiled import CUDA_GRAPH, INDUCTOR, JOINS, Compiled
+from halve.engine.compiled import CUDA_GRAPH, INDUCTOR, JOINS, SPARSE, Compiled
 from halve.engine.kernels.kernel import Kernel
 from halve.engine.kernels.registry import family_of
 from halve.engine.layer_times import LayerTimes, time_layers
@@ -183,7 +183,8 @@ def _planned(case: Case, fast: Compiled) -> Prepared:
         return fast(*case.inputs)
 
     fast.warmup([case.batch])
-    notes += [f"{name} {why}" for name, why in fast.plan.uncompiled.items() if name in (CUDA_GRAPH, INDUCTOR, JOINS)]
+    told = (CUDA_GRAPH, INDUCTOR, JOINS, SPARSE)
+    notes += [f"{name} {why}" for name, why in fast.plan.uncompiled.items() if name in told]
     plan = tuple(fast.plan.batches.get(case.batch, ()))
     return Prepared(call, lambda: fast.warmup([case.batch]), fast, "; ".join(notes) or None, plan)
 

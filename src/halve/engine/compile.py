@@ -13,7 +13,7 @@ from halve.engine.capture.equivalence import checked
 from halve.engine.capture.guards import Guards
 from halve.engine.capture.partial import CapturedPart, around_parts, captured_parts, replace_parts_
 from halve.engine.capture.purity import impurity, preserved_buffers
-from halve.engine.compiled import Compiled
+from halve.engine.compiled import SPARSE, Compiled
 from halve.engine.fuse import fuse
 from halve.engine.kernels.registry import no_sparse_kernels
 from halve.engine.layer import Layer
@@ -95,10 +95,11 @@ def compile(
         )
         reason = no_sparse_kernels(fast.device, computed)
         if reason is None and len(masks) and not any(layer.sparse_kernels(fast.device) for layer in fast.layers):
-            dense = "no layer runs sparse: no captured layer is 2:4 along its input channels, in blocks of four"
-            warn(dense, EngineWarning)
+            why = "no captured layer is 2:4 along its input channels, in blocks of four"
+            fast.plan.uncompiled = {**fast.plan.uncompiled, SPARSE: f"not used: {why}"}
+            warn(f"no layer runs sparse: {why}", EngineWarning)
         if reason is not None:
-            fast.fall_back(reason)
+            fast.fall_back(reason, expected=not len(masks))
         elif plan_from is not None:
             fast.use_plan_of(plan_from)
         return fast.warmup([len(inputs[0]), *batch_sizes, *fast.plan.batches, *fast.plan.inductor], progress)

@@ -46,7 +46,8 @@ from halve.process_state import preserved_process_state
 
 _NHWC = torch.channels_last
 _MAX_SHAPES = 4096  # shapes remembered as valid
-CUDA_GRAPH, INDUCTOR, JOINS = "CUDA graph", "Inductor", "joined layers"  # their names in `Plan.uncompiled`
+# Their names in `Plan.uncompiled`.
+CUDA_GRAPH, INDUCTOR, JOINS, SPARSE = "CUDA graph", "Inductor", "joined layers", "sparse kernels"
 
 
 class Compiled(nn.Module):
@@ -498,13 +499,14 @@ class Compiled(nn.Module):
         network = SavedNetwork(self.body, self.example, self.dtype, self.guards, self.device, self.plan)
         file.write(path, network, force)
 
-    def fall_back(self, reason: str) -> "Compiled":
-        """Switch all layers to dense kernels, with a warning."""
+    def fall_back(self, reason: str, expected: bool = False) -> "Compiled":
+        """Switch all layers to dense kernels, with a warning unless that is expected, as it is without masks."""
         self.plan.dense, self.plan.code_bytes = reason, 0
         self._sparse_kernels = [dict(layer.kernels) for layer in self.layers]
         for layer in self.layers:
             layer.use({1: FALLBACK})
-        warn(f"running dense: {reason}", EngineWarning)
+        if not expected:
+            warn(f"running dense: {reason}", EngineWarning)
         return self
 
 
