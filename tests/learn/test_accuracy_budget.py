@@ -180,6 +180,14 @@ def test_learn_reaches_a_speed_target_and_learns_the_other_layers_again():
     assert halve.verify(halve.apply(model, masks), masks).ok
 
 
+def test_a_speed_that_no_masks_reach_is_refused_before_anything_is_learned():
+    model, seen = costly(), []
+    plan = plan_of(halve.prune(model), [0.5, 0.5, 0.5, 0.5])
+    with pytest.raises(OptionError, match=r"min_speedup=9 is out of reach: masks in all 4 layers give \d\.\d\d x on"):
+        halve.learn(model, random(400, 16), steps=2, plan=plan, min_speedup=9, report=seen.append)
+    assert seen == []
+
+
 def test_learning_again_keeps_what_is_better():
     model, x = costly(), random(400, 16)
     masks = halve.learn(model, x, steps=40, max_drop=0.05, permute=False, progress=False, fallback=False)

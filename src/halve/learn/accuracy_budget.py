@@ -59,6 +59,17 @@ class Trade:
             )
         return cls(max_drop, min_speedup, data, metric, speeds)
 
+    def check_reachable(self, layers: Sequence[str]) -> None:
+        """Raise `OptionError` if masks in all of these layers are slower than the target, before they are learned."""
+        if self.min_speedup is None or self.plan is None or self.plan.speedup(layers) >= self.min_speedup:
+            return
+        other = [name for name in self.plan.faster if name not in layers]
+        more = f"; the plan leaves {listed(other)} dense, also= masks them" if other else ""
+        raise OptionError(
+            f"min_speedup={self.min_speedup:g} is out of reach: masks in all {len(layers)} layers give "
+            f"{self.plan.speedup(layers):.2f} x on {self.plan.device}, {self.plan.dtype}, batch {self.plan.batch}{more}"
+        )
+
     def on(self, split: Split) -> "Trade":
         """Measured on the images that are held back, unless others were given."""
         if self.data is not None:
