@@ -298,16 +298,16 @@ def test_slow_checks_take_a_bounded_share_of_the_time():
 
 @BY_THE_CLOCK
 def test_time_that_was_spent_before_counts_when_resumed(tmp_path):
-    path, options = tmp_path / "run", {"minutes": 0.03, "run_state": tmp_path / "run", "save_every": 0}
+    path, options = tmp_path / "run", {"minutes": 0.06, "run_state": tmp_path / "run", "save_every": 0}
     with pytest.warns(LearningWarning, match="interrupted"):
         learn(convnet(), loader(), report=interrupting(9), **options)
     header, _ = state_of(path)
     assert 0 < header["fraction"] < 0.9
-    assert 0 < header["seconds"] < 1.6
+    assert 0 < header["seconds"] < 3.2
     seen, started = [], time.perf_counter()
     masks = learn(convnet(), loader(), resume=True, report=seen.append, **options)
-    assert time.perf_counter() - started < 1.15 * (1.8 - header["seconds"]) + 0.5
-    assert masks.recipe["seconds"] == pytest.approx(1.8, rel=0.2)
+    assert time.perf_counter() - started < 1.15 * (3.6 - header["seconds"]) + 0.5
+    assert masks.recipe["seconds"] == pytest.approx(3.6, rel=0.2)
     assert seen[1].lr < 0.07 * 0.5 * (1 + math.cos(math.pi * header["fraction"])) + 1e-6
     assert state_of(path)[0]["fraction"] > 0.9
 

@@ -5,6 +5,7 @@ import torch
 
 import halve
 from halve.learn.distributed import Processes
+from halve.learn.form import Form
 from halve.learn.held_back import hold_back
 from halve.learn.initialization import ChannelOrders, Inputs, initial_sampler, initial_scores, select_layers
 from halve.learn.run import Run
@@ -19,7 +20,7 @@ def run():
     model, split = convnet().eval(), hold_back(images(64))
     inputs, layers = Inputs(model, split.data), select_layers(model, {})
     stream, processes = BatchStream(split.data), Processes(torch.device("cpu"))
-    return Run(inputs, layers, ChannelOrders(), Settings.of({"steps": 4}), split, stream, processes, half=False)
+    return Run(inputs, layers, ChannelOrders(), Settings.of({"steps": 4}), split, stream, processes, Form(half=False))
 
 
 def test_what_must_be_the_same_to_resume_is_told_from_what_should_be(run):
@@ -27,7 +28,7 @@ def test_what_must_be_the_same_to_resume_is_told_from_what_should_be(run):
     assert list(identity) == ["settings", "layers", "model", "precision", "data", "processes"]
     assert list(likely) == ["data"]
     assert run.identity() == (identity, likely)
-    assert replace(run, half=True).identity()[0] == identity | {"precision": "bfloat16"}
+    assert replace(run, form=Form(half=True)).identity()[0] == identity | {"precision": "bfloat16"}
 
 
 def test_masks_are_completed_for_the_model_that_they_are_made_for(run):

@@ -8,6 +8,7 @@ import torch
 
 import halve
 from benchmarks.fuzz_files import mutated
+from halve import machine
 from halve.errors import FileError, HalveError, LearningWarning
 from halve.learn.run_state import FORMAT, RunState, optimizer_state, restore_, saved_permutation
 from halve.masks import storage
@@ -65,6 +66,19 @@ def test_resuming_with_other_settings_names_the_setting(tmp_path, change, names)
     with pytest.raises(FileError) as error:
         learn(model, [images(4)], run_state=path, resume=True, **{"steps": 2, **change})
     assert all(name in str(error.value) for name in names), str(error.value)
+
+
+@pytest.mark.parametrize("flags", [("avx2", "avx512_bf16"), ("avx512_bf16", "avx2")], ids=["faster", "slower"])
+def test_a_run_goes_on_in_its_precision_on_another_cpu(tmp_path, monkeypatch, flags):
+    model, options = convnet(), {"steps": 2, "run_state": tmp_path / "run", "save_every": 0}
+    monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset({flags[0]}))
+    first = learn(model, [images(4)], **options)
+    monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset({flags[1]}))
+    again = learn(model, [images(4)], resume=True, **options)
+    assert again.recipe["precision"] == first.recipe["precision"]
+    other = {"bfloat16": "float32", "float32": "bfloat16"}[first.recipe["precision"]]
+    with pytest.raises(FileError, match="precision"):
+        learn(model, [images(4)], resume=True, precision=other, **options)
 
 
 def test_resuming_with_other_weights_is_refused(tmp_path):

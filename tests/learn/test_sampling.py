@@ -129,6 +129,16 @@ def test_the_gradient_of_a_sampled_model_is_that_of_the_straight_through_formula
     assert torch.allclose(ours, theirs, rtol=1e-4, atol=1e-4)
 
 
+def test_noise_is_that_of_an_exponential_distribution_and_never_zero():
+    """With this seed one uniform number is zero, whose noise would be infinite."""
+    uniform = torch.empty(1 << 20).uniform_(generator=torch.Generator().manual_seed(12))
+    assert uniform.min() == 0
+    noise = exponential(uniform, torch.Generator().manual_seed(12))
+    assert 0 < noise.min() < 2**-24
+    assert noise.mean() == pytest.approx(1, abs=5e-3)
+    assert (noise > 1).double().mean() == pytest.approx(math.exp(-1), abs=2e-3)
+
+
 def test_soft_samples_keep_n_in_sum_and_become_hard_as_the_temperature_falls():
     layout = Layout("linear", (6, 8), 4)
     sampler, _, weights, _ = sampler_of(("2:4", layout), alpha=1.0)

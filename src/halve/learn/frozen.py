@@ -25,13 +25,6 @@ def frozen(model: nn.Module, choices: Sequence[Choice]) -> nn.Module:
     return copy
 
 
-def channels_last_(copy: nn.Module) -> None:
-    """Convert the weights of 2d convolutions to channels_last, which is faster on GPUs, and on CPUs in bfloat16."""
-    for parameter in copy.parameters():
-        if parameter.dim() == 4:
-            parameter.data = parameter.data.contiguous(memory_format=torch.channels_last)
-
-
 def _normalise(norm: Any, input: Tensor) -> Tensor:  # BatchNorm calls its argument `input` too
     if norm.training:  # its statistics move
         momentum = 0.1 if norm.momentum is None else norm.momentum

@@ -4,7 +4,7 @@ import glob
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Unpack, get_args
+from typing import Any, Unpack, get_args
 
 import torch
 from torch import nn
@@ -15,7 +15,7 @@ from halve.learn.accuracy_budget import Metric, Trade
 from halve.learn.baseline import Baseline
 from halve.learn.comparison import Comparison, Verdict
 from halve.learn.distributed import Processes
-from halve.learn.frozen import channels_last_
+from halve.learn.form import Precision, form_of
 from halve.learn.frozen import frozen as frozen_copy
 from halve.learn.held_back import Split, chosen_from, hold_back, hold_back_none
 from halve.learn.initialization import (
@@ -36,12 +36,11 @@ from halve.learn.objective import find_blocks, named_blocks, resolve_objective
 from halve.learn.probe import Estimate
 from halve.learn.reporting import Report, Reporter, check_log
 from halve.learn.run import Run
-from halve.learn.run_state import RunFile, check_new, saved_permutation
+from halve.learn.run_state import RunFile, check_new, saved_permutation, saved_precision
 from halve.learn.settings import LearnOptions, Settings, preset_options, split_options
 from halve.learn.stream import BatchStream
 from halve.learn.time_budget import TimeBudget
 from halve.learn.validation import Validation
-from halve.machine import fast_in_bfloat16
 from halve.masks.mask import MaskSet
 from halve.modules import device_of, unwrapped
 from halve.permute.policy import search_by_default, search_seconds
@@ -52,7 +51,6 @@ _NOT_AGAIN = (  # options of `learn` that hold for the first run only
     *("minutes", "epochs", "permute", "permute_seconds", "run_state", "resume", "log"),
     *("exclude", "plan", "target", "max_drop", "min_speedup", "drop_data", "drop_metric"),
 )
-Precision = Literal["auto", "float32", "bfloat16"]
 
 
 @preserved_process_state()
@@ -196,8 +194,12 @@ def learn(
     stream = BatchStream(split.data, processes.rank, processes.count)
     first = _first_batch(inputs, settings, stream)
     layers = select_layers(model, selection, first, forward)
-    half = _in_bfloat16(model, precision, processes.device)
-    frozen = _frozen(model, layers, processes.device, half)
+    if trade is not None:
+        trade.check_reachable(list(layers.weights))
+    if resume and run_state is not None and precision == "auto":
+        precision = saved_precision(run_state)
+    frozen = frozen_copy(model, layers.choices).to(processes.device)
+    form = form_of(frozen, first, forward, precision)
     blocks = _blocks(frozen, layers, settings)
     _warn_if_unknown(split, validation, processes)
 
@@ -209,10 +211,11 @@ def learn(
     scores = initial_scores(inputs, layers, settings, search)
     orders = processes.broadcast(order_channels(inputs, layers, settings, search, scores))
     sampler = initial_sampler(inputs, layers, settings, orders, search, scores).to(processes.device)
+    sampler.contiguous = not form.channels_last
     del scores  # as large as the weights
 
     # learn
-    run = Run(inputs, layers, orders, settings, split, stream, processes, half)
+    run = Run(inputs, layers, orders, settings, split, stream, processes, form)
     learner, recipe = run.learner(frozen, sampler, blocks), run.recipe(preset, blocks, selection)
 
     def complete(found: MaskSet, quality: Mapping[str, Any] | None = None) -> MaskSet:
@@ -300,21 +303,6 @@ def _warn_if_unknown(split: Split, validation: Any, processes: Processes) -> Non
             f"the quality of the masks will be unknown: {split.reason}; pass more images, or others with validation=",
             LearningWarning,
         )
-
-
-def _in_bfloat16(model: nn.Module, precision: str, device: torch.device) -> bool:
-    """Whether to learn in bfloat16: by default where it is faster, which on CPUs depthwise convolutions are not."""
-    if precision != "auto":
-        return precision == "bfloat16"
-    depthwise = any(getattr(m, "groups", 1) == getattr(m, "in_channels", 0) > 1 for m in model.modules())
-    return fast_in_bfloat16(device) and not (device.type == "cpu" and depthwise)
-
-
-def _frozen(model: nn.Module, layers: Layers, device: torch.device, half: bool) -> nn.Module:
-    copy = frozen_copy(model, layers.choices).to(device)
-    if half or device.type == "cuda":
-        channels_last_(copy)
-    return copy
 
 
 def _blocks(frozen: nn.Module, layers: Layers, settings: Settings) -> list[str]:

@@ -4,10 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import nn
 
 from halve.learn.distributed import Processes
+from halve.learn.form import Form
 from halve.learn.held_back import Split
 from halve.learn.identity import identity_of_data, identity_of_layers, identity_of_model
 from halve.learn.initialization import ChannelOrders, Inputs, Layers
@@ -35,7 +35,7 @@ class Run:
         split: The data, and the images held back from it.
         stream: The batches of this process.
         processes: This process among others.
-        half: Whether the network runs in bfloat16.
+        form: What the network runs in.
     """
 
     inputs: Inputs
@@ -45,12 +45,7 @@ class Run:
     split: Split
     stream: BatchStream
     processes: Processes
-    half: bool
-
-    @property
-    def precision(self) -> str:
-        """What the network runs in."""
-        return "bfloat16" if self.half else "float32"
+    form: Form
 
     def learner(self, frozen: nn.Module, sampler: Sampler, blocks: list[str]) -> Learner:
         """What learns.
@@ -74,7 +69,7 @@ class Run:
             hard=settings.hard,
             seed=settings.seed,
             rank=self.processes.rank,
-            autocast=torch.bfloat16 if self.half else None,
+            autocast=self.form.autocast,
             augment=settings.augment and settings.objective == "distill" and forward is None,
         )
 
@@ -85,7 +80,7 @@ class Run:
             "settings": self.settings.described(),
             "layers": identity_of_layers(self.orders.choices(self.layers)),
             "model": identity_of_model(self.inputs.model),
-            "precision": self.precision,
+            "precision": self.form.precision,
             "data": certain,
             "processes": self.processes.count,
         }
@@ -97,7 +92,7 @@ class Run:
             "method": "learn",
             **self.settings.described(),
             "preset": preset,
-            "precision": self.precision,
+            "precision": self.form.precision,
             "blocks": blocks,
             "selection": plain_options(selection),
             "not_masked": dict(self.layers.not_masked),

@@ -3,12 +3,13 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
 
 from halve.errors import FileError, LearningWarning, MaskError, listed, warn
+from halve.learn.form import Precision
 from halve.learn.moving import MovingStatistics
 from halve.masks import storage
 from halve.masks.moves import check_moves
@@ -171,6 +172,14 @@ def saved_permutation(path: str | Path, model: nn.Module, choices: Sequence[Choi
             f"start a new run with another run_state="
         ) from error
     return found
+
+
+def saved_precision(path: str | Path) -> Precision:
+    """What the run computes in, whatever another machine would choose; "auto" if the file does not say it."""
+    _, header, _ = storage.read(path, [FORMAT])
+    identity = header.get("identity")
+    found = identity.get("precision") if isinstance(identity, dict) else None
+    return next((known for known in get_args(Precision) if known == found), "auto")
 
 
 def optimizer_state(optimizer: torch.optim.Optimizer, logits: Tensor) -> tuple[Tensor, Tensor]:

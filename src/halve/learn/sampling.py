@@ -50,6 +50,7 @@ class Sampler(nn.Module):
     ) -> None:
         """Initialize the logits from `scores`, which are not negative, with sharpness `alpha`."""
         super().__init__()
+        self.contiguous = False  # or as blocks lie, which for images is channels last
         self.families = _families(choices)
         parts = []
         for index, family in enumerate(self.families):
@@ -164,7 +165,8 @@ class Sampler(nn.Module):
             orders = None
             if layout.channel_order is not None:
                 orders = self.get_buffer(f"order{index}_{number}"), self.get_buffer(f"inverse{index}_{number}")
-            result[name] = layout.from_blocks(part.reshape(layout.rows, layout.blocks, layout.block), orders)
+            weight = layout.from_blocks(part.reshape(layout.rows, layout.blocks, layout.block), orders)
+            result[name] = weight.contiguous() if self.contiguous else weight
         return result
 
     def _forbidden(self, index: int) -> Tensor:
@@ -192,7 +194,8 @@ def exponential(like: Tensor, generator: torch.Generator) -> Tensor:
     found = torch.empty_like(like)
     if found.is_cuda:
         return found.exponential_(generator=generator)
-    return found.uniform_(generator=generator).neg_().log1p_().neg_()  # `exponential_` takes several times as long
+    # `exponential_` takes several times as long. A uniform number may be zero, which stands for all below 2**-24.
+    return found.uniform_(generator=generator).neg_().log1p_().neg_().clamp_(min=2**-25)
 
 
 def relative(scores: Tensor) -> Tensor:

@@ -109,9 +109,8 @@ class Mask:
         return self.layout.from_blocks(self.pattern.decode(self.stored_codes))
 
     def apply_to(self, weight: Tensor) -> Tensor:
-        """A copy of the weight with zeros where nothing is kept."""
-        kept = self.kept().to(weight.device)
-        return torch.where(kept, weight, torch.zeros((), dtype=weight.dtype, device=weight.device))
+        """A copy of the weight, in its memory format, with zeros where nothing is kept."""
+        return weight.masked_fill(~self.kept().to(weight.device), 0)
 
     def difference(self, other: "Mask") -> float:
         """Share of blocks in which the two masks differ."""
