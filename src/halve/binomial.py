@@ -86,7 +86,13 @@ def anytime_upper(same: int, images: int, delta: float) -> float:
     return 1.0 if same == images else math.nextafter(1.0 - anytime_lower(images - same, images, delta), 2.0)
 
 
-def images_needed(share: float, delta: float, agreement: float = 1.0, most: int = 10**8) -> int | None:
+def images_needed(
+    share: float,
+    delta: float,
+    agreement: float = 1.0,
+    most: int = 10**8,
+    bound: Callable[[int, int, float], float] = lower,
+) -> int | None:
     """How many images prove a share, if they agree as often as expected; None if no number up to `most` does.
 
     >>> images_needed(0.99, 0.001), images_needed(0.999, 0.001), images_needed(0.9, 0.001, agreement=0.9)
@@ -96,7 +102,7 @@ def images_needed(share: float, delta: float, agreement: float = 1.0, most: int 
         return None
 
     def enough(images: int) -> bool:
-        return lower(math.floor(agreement * images + 1e-9), images, delta) >= share
+        return bound(math.floor(agreement * images + 1e-9), images, delta) >= share
 
     high = max(1, math.ceil(math.log(delta) / math.log(share))) if 0 < share < 1 else 1
     while not enough(high):
@@ -110,7 +116,7 @@ def images_needed(share: float, delta: float, agreement: float = 1.0, most: int 
     return high
 
 
-def difference_lower(only_first: int, only_second: int, images: int, delta: float) -> float:
+def difference_lower(only_first: int, only_second: int, images: int, delta: float, anytime: bool = False) -> float:
     """A bound on how much larger the first of two shares is, both counted on the same images.
 
     Only images on which the two differ say anything: their number bounds how often they differ, and how they are
@@ -122,13 +128,15 @@ def difference_lower(only_first: int, only_second: int, images: int, delta: floa
         only_second: Images that count for the second share alone.
         images: All images.
         delta: The probability that the bound is wrong, at most.
+        anytime: Whether the bound holds for all numbers of images at once. Default: for one that was fixed before.
 
     >>> difference_lower(60, 30, 3000, 0.05) > 0 > difference_lower(33, 30, 3000, 0.05)
     True
     """
+    below, above = (anytime_lower, anytime_upper) if anytime else (lower, upper)
     differ = only_first + only_second
-    direction = 2 * (lower(only_first, differ, delta / 2) if differ else 0.0) - 1  # from -1 to 1
-    often = (lower if direction > 0 else upper)(differ, images, delta / 2)
+    direction = 2 * (below(only_first, differ, delta / 2) if differ else 0.0) - 1  # from -1 to 1
+    often = (below if direction > 0 else above)(differ, images, delta / 2)
     return direction * often
 
 

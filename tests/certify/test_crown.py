@@ -6,6 +6,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.nn import functional
 
 from benchmarks.soundness import RESULT, cases, image, network, started
 from halve.certify.attack import attack_input, margin_of
@@ -116,6 +117,69 @@ def test_convolutions_are_bounded_with_every_padding(mode):
     near = around(x, torch.full_like(x, 0.01))
     [bound] = Bounds(captured, near).margins([label])
     assert bound <= attack_input(model, near, label) < exact
+
+
+class Apply(nn.Module):
+    """A function of the outputs of a convolution, which are not all positive."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function, self.conv = function, nn.Conv2d(2, 4, 3)
+        self.same = nn.Conv2d(4, 4, (3, 5), padding="same", dilation=(2, 1))
+
+    def forward(self, x):
+        return self.function(self.conv(x), self).flatten(1)[:, :4]
+
+
+FUNCTIONS = {
+    "relu6": lambda y, net: functional.relu6(5 * y),
+    "hardtanh": lambda y, net: functional.hardtanh(y),
+    "clamp": lambda y, net: y.clamp(-0.3, 0.2),
+    "clamp from below": lambda y, net: y.clamp(min=-0.1),
+    "clamp from above": lambda y, net: y.clamp(max=0.1),
+    "clamp_min": lambda y, net: torch.clamp_min(y, 0.1),
+    "clamp_max": lambda y, net: torch.clamp_max(y, -0.1),
+    "minus": lambda y, net: -y.relu(),
+    "one minus": lambda y, net: 1 - y.relu(),
+    "chunk": lambda y, net: y.chunk(2, 1)[0].relu() - y.chunk(2, 1)[1],
+    "split": lambda y, net: torch.cat(y.relu().split([1, 3], 1)[::-1], 1),
+    "split evenly": lambda y, net: torch.cat(y.split(2, -1)[::-1], -1).relu(),
+    "padding": lambda y, net: net.same(y.relu()),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_functions_are_bounded_soundly_and_almost_exactly_at_a_point(name):
+    torch.manual_seed(0)
+    model = Apply(FUNCTIONS[name]).double().requires_grad_(False)
+    x = torch.randn(1, 2, 6, 6, dtype=torch.float64)
+    scores, captured = model(x)[0], network_of(model, x)
+    label = int(scores.argmax())
+    exact = float(margin_of(scores, label))
+    assert exact - 1e-9 <= Bounds(captured, Interval(x, x)).margins([label])[0] <= exact
+    near = around(x, torch.full_like(x, 0.05))
+    bounds = Bounds(captured, near)
+    [bound] = bounds.margins([label])
+    assert bound <= attack_input(model, near, label)
+    inside = near.low + (near.high - near.low) * torch.rand(500, *x.shape[1:], dtype=torch.float64)
+    low, high = bounds.values[-1]
+    assert bool(((model(inside) >= low) & (model(inside) <= high)).all())
+
+
+REFUSED = {
+    "the batch size as a factor": lambda y, net: y / y.shape[0],
+    "the batch size as a term": lambda y, net: y - y.shape[0],
+    "a negative divisor": lambda y, net: functional.avg_pool2d(y, 2, divisor_override=-1),
+    "images joined": lambda y, net: torch.cat([y, y], -4),
+    "one value per image": lambda y, net: y.mean((1, 2, 3))[:, None, None, None] + y,
+    "pieces of the batch": lambda y, net: torch.cat(y.split(1, 0), 1),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_has_no_bounds_is_refused(name):
+    with pytest.raises(ModelError, match=r"no bounds for|cannot be captured"):
+        network_of(Apply(REFUSED[name]), torch.zeros(1, 2, 6, 6))
 
 
 class Detached(nn.Module):

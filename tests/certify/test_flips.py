@@ -1,11 +1,13 @@
 import json
+import math
 
 import pytest
 import torch
 from torch import nn
 
 import halve
-from halve.binomial import anytime_lower, lower
+from halve.binomial import anytime_lower, difference_lower, images_needed, lower
+from halve.certify.flips import _points
 from halve.errors import CertificateError, DataError, FileError, MaskError, ModelError, OptionError
 from tests.tiny import convnet, images
 from tests.untouched import untouched
@@ -54,13 +56,17 @@ def test_counting_stops_when_a_share_is_reached_and_when_it_cannot_be(model):
     refuted = halve.certify(model, halve.prune(model, "random"), x, share=0.99)
     assert not refuted.result["reached"]
     assert refuted.result["images"] < 500
-    assert "is not reached" in str(refuted)
+    assert refuted.result["images_needed"] is None
+    assert "99 % is refuted" in str(refuted)
 
 
 def test_too_few_images_say_how_many_it_would_take(model):
     found = halve.certify(model, halve.prune(model, pattern="4:4"), images(100), share=0.99)
     assert not found.result["reached"]
-    assert found.result["images_needed"] > 688
+    needed = found.result["images_needed"]
+    assert needed > 688
+    assert anytime_lower(math.floor(100.5 / 101 * needed), needed, 1 - 0.999) >= 0.99
+    assert needed > images_needed(0.99, 1 - 0.999, 100.5 / 101)  # for a number of images that is fixed before
 
 
 @pytest.mark.parametrize(
@@ -118,6 +124,30 @@ def test_an_interrupted_count_is_reported_by_the_bound_that_allows_stopping(mode
     assert found.settings["interrupted"]
     assert found.result["share"] == anytime_lower(found.result["same"], 128, 1 - 0.999)
     assert "as far as counted" in str(found)
+
+
+def test_an_interrupted_comparison_is_reported_by_the_bound_that_allows_stopping(model, masks):
+    def batches():
+        yield images(640)
+        raise KeyboardInterrupt
+
+    found = halve.certify(model, masks, batches(), against=halve.prune(model, "random"), progress=False)
+    result = found.result
+    bound = difference_lower(result["only_first"], result["only_second"], 640, 1 - 0.999, anytime=True)
+    assert result["difference"] == bound < difference_lower(result["only_first"], result["only_second"], 640, 1 - 0.999)
+    assert "as far as counted" in str(found)
+
+
+@pytest.mark.parametrize("confidence", [0.9, 0.99999999999])
+def test_the_confidence_is_not_rounded_to_certainty(model, masks, confidence):
+    assert f"With {confidence * 100:.12g} % confidence" in str(
+        halve.certify(model, masks, images(10), confidence=confidence)
+    )
+
+
+@pytest.mark.parametrize(("difference", "shown"), [(0.12516, "12.51"), (-0.12516, "-12.52"), (0.1, "10.00")])
+def test_points_are_rounded_to_the_safe_side(difference, shown):
+    assert _points(difference) == shown
 
 
 def test_a_certificate_is_saved_loaded_and_checked(model, masks, tmp_path):

@@ -1,4 +1,5 @@
 import copy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -130,6 +131,29 @@ def test_a_forged_proof_does_not_hold(model, masks, pictures):
 
 
 @pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"method": "exact"}, "other settings .* method"),
+        ({"extra": 1}, "other settings .* extra"),
+    ],
+)
+def test_other_settings_than_those_of_the_proof_do_not_hold(model, masks, pictures, settings, message):
+    made = halve.certify(model, masks, pictures[:1], reuse="radius", layers=["8"])
+    halve.certify(model, masks, pictures[:1], check=made)
+    with pytest.raises(CertificateError, match=message):
+        halve.certify(model, masks, pictures[:1], check=replace(made, settings=made.settings | settings))
+
+
+def test_a_radius_that_is_slightly_larger_does_not_hold(model, masks, pictures):
+    made = halve.certify(model, masks, pictures[:1], reuse="radius")
+    result = copy.deepcopy(made.result)
+    for one in (result, *result["per_image"]):
+        one |= {name: value * 1.001 for name, value in one.items() if "radius" in name}
+    with pytest.raises(CertificateError, match="does not hold"):
+        halve.certify(model, masks, pictures[:1], check=replace(made, result=result))
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"region": 0}, "positive number"),
@@ -138,6 +162,16 @@ def test_a_forged_proof_does_not_hold(model, masks, pictures):
         ({"reuse": 1e-3, "share": 0.9}, "cannot be combined with another statement"),
         ({"region": 0.1, "mean": [0.5]}, "belong together"),
         ({"reuse": 1e-3, "layers": "nothing"}, "matches no layer"),
+        ({"reuse": 1e-3, "layers": []}, "must name a layer"),
+        ({"reuse": 1e-3, "layers": 3}, "layers must be a list, got 3"),
+        ({"reuse": True}, "reuse must be a positive number, got True"),
+        ({"changed_blocks": True}, "changed_blocks must be a positive integer, got True"),
+        ({"layers": ["0"]}, "layers= is for reuse="),
+        ({"also_dense": True}, "also_dense= is for reuse="),
+        ({"relative": False}, "relative=False is for reuse="),
+        ({"region": 0.1, "mean": 0.5, "std": 0.5}, "mean must be a list"),
+        ({"region": 0.1, "mean": [0.0] * 4, "std": [0.0] * 4}, "std= positive"),
+        ({"by": 3}, "by must be 'class', 'label' or a function"),
         ({"reuse": 1e-3, "device": "tpu"}, "device must be 'cpu' or 'cuda', got 'tpu'"),
         pytest.param(
             {"reuse": 1e-3, "device": "cuda"},
@@ -158,6 +192,8 @@ def test_clear_errors(model, masks, pictures):
         halve.certify(model, masks, pictures * 3, region=0.1, mean=[0.0] * 4, std=[1.0] * 4)
     with pytest.raises(DataError, match="one number for each of 4 channels"):
         halve.certify(model, masks, pictures, region=0.1, mean=[0.0], std=[1.0])
+    with pytest.raises(DataError, match=r"failed on images of shape \(1, 3, 8, 8\)"):
+        halve.certify(model, masks, torch.rand(2, 3, 8, 8), reuse=1e-3)
     unknown = nn.Sequential(nn.Linear(8, 8), nn.Hardswish(), nn.Linear(8, 2)).eval()
     with pytest.raises(ModelError, match="no bounds for hardswish in module 1"):
         halve.certify(unknown, halve.prune(unknown), torch.randn(2, 8), reuse=1e-3)
@@ -282,3 +318,66 @@ def test_updates_of_effective_weights_are_certified():
     model, x = nn.Sequential(normed, nn.ReLU(), nn.Linear(8, 3)).eval(), torch.randn(2, 8)
     found = halve.certify(model, halve.prune(model), x, reuse=1e-9, also_dense=True, progress=False).result
     assert found["certified"] == found["agree"]
+
+
+class Gated(nn.Module):
+    """A layer whose weight is a factor, and two that share their weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.gate = nn.Conv2d(4, 8, 3), nn.Linear(1, 8)
+        self.one, self.other = nn.Conv2d(8, 8, 3), nn.Conv2d(8, 8, 3)
+        self.other.weight, self.head = self.one.weight, nn.Linear(32, 3)
+
+    def forward(self, x):
+        y = self.first(x).relu() * self.gate.weight.view(1, 8, 1, 1)
+        return self.head(self.other(self.one(y).relu()).relu().flatten(1))
+
+
+@pytest.mark.parametrize("layers", [None, ["*e*"]])
+def test_updates_of_layers_that_the_graph_does_not_know_as_layers_are_refused(layers):
+    torch.manual_seed(0)
+    model, x = Gated().eval(), torch.rand(2, 4, 8, 8)
+    masks = halve.prune(model)
+    with pytest.raises(ModelError, match=r"gate\.weight"):
+        halve.certify(model, masks, x, reuse=1e-3, layers=layers, progress=False)
+
+
+def test_a_tied_weight_is_updated_under_all_of_its_names_or_none():
+    torch.manual_seed(0)
+    model, x = Gated().eval(), torch.rand(2, 4, 8, 8)
+    masks = halve.prune(model)
+    with pytest.raises(OptionError, match=r"layers= names other but not the layer that has the same weight"):
+        halve.certify(model, masks, x, reuse=1e-3, layers=["*h*"], progress=False)
+    halve.certify(model, masks, x, reuse=1e-3, layers=["o*", "head"], progress=False)
+
+
+class Otherwise(nn.Module):
+    """Computes something else for one image than for two, or each time."""
+
+    def __init__(self, how):
+        super().__init__()
+        self.first, self.head, self.how = nn.Conv2d(4, 8, 3), nn.Linear(288, 3), how
+
+    def forward(self, x):
+        y = self.first(x).relu()
+        if self.how == "random":
+            y = y + torch.randn(8, 1, 1, dtype=y.dtype)
+        if self.how == "batch":
+            y = y if len(y) == 1 else 2 * y
+        return self.head(y.flatten(1))
+
+
+@pytest.mark.parametrize("how", ["random", "batch"])
+def test_models_that_compute_something_else_for_one_image_are_refused(how):
+    torch.manual_seed(0)
+    model, x = Otherwise(how).eval(), torch.rand(2, 4, 8, 8)
+    with pytest.raises(ModelError, match=r"something else for one image|cannot be captured|no bounds for"):
+        halve.certify(model, halve.prune(model), x, region=1e-3, progress=False)
+
+
+@pytest.mark.parametrize(
+    ("eps", "shown"), [(0.00012345678, "0.00012345678 per input value"), (1.23456e-9, "1.23456e-09 per")]
+)
+def test_a_sentence_says_no_more_than_was_proven(model, masks, pictures, eps, shown):
+    assert shown in str(halve.certify(model, masks, pictures[:1], region=eps, progress=False))

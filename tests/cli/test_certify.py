@@ -24,7 +24,7 @@ def test_certify_counts_writes_and_checks(halve, net, masks, folder):
 
 def test_a_share_that_is_not_proven_is_a_failure(halve, net, masks):
     result = halve("certify", *net, "--masks", masks, "--data", "photos", "--share", "0.99", code=1)
-    assert "99 % is not reached" in result.out
+    assert "99 % is refuted" in result.out
 
 
 def test_certify_compares_an_updated_checkpoint_and_refuses_three_masks(halve, net, masks, folder):

@@ -221,13 +221,26 @@ def _check_options(
         raise OptionError(f"share must be between 0 and 1, such as 0.99; got {share!r}")
     if isinstance(by, str) and by not in ("class", "label"):
         raise OptionError(f"by must be 'class', 'label' or a function of a batch, got {by!r}")
+    if by is not None and not isinstance(by, str) and not callable(by):
+        raise OptionError(f"by must be 'class', 'label' or a function of a batch, got {by!r}")
+    for name in ("mean", "std", "layers"):
+        if options[name] is not None and (isinstance(options[name], str) or not isinstance(options[name], Sequence)):
+            raise OptionError(f"{name} must be a list, got {options[name]!r}")
+    if options["layers"] is not None and not options["layers"]:
+        raise OptionError("layers must name a layer, got an empty list")
+    for name, needed in (("mean", "region"), ("layers", "reuse"), ("also_dense", "reuse")):
+        if options[name] and options[needed] is None:
+            raise OptionError(f"{name}= is for {needed}=")
+    if not options["relative"] and options["reuse"] is None:
+        raise OptionError("relative=False is for reuse=")
     given = [name for name in PROOFS if options[name] is not None]
     counted = [name for name in ("share", "by") if options[name] is not None] + ["against"] * (against is not None)
     for name in given:
         value = options[name]
         radius = name == "reuse" and value == "radius"
-        if name == "changed_blocks" and (not isinstance(value, int) or value < 1):
-            raise OptionError(f"changed_blocks must be a positive integer, got {value!r}")
+        if isinstance(value, bool) or (name == "changed_blocks" and (not isinstance(value, int) or value < 1)):
+            kind = "integer" if name == "changed_blocks" else "number"
+            raise OptionError(f"{name} must be a positive {kind}, got {value!r}")
         if not radius and (not isinstance(value, int | float) or not 0 < value < math.inf):
             raise OptionError(f"{name} must be a positive number, got {value!r}")
     branches = options["branches"]
@@ -263,6 +276,9 @@ def _check_same(claimed: Certificate, found: Certificate) -> None:
     names = sorted({*claimed.digests, *found.digests})
     if other := [name for name in names if claimed.digests.get(name) != found.digests.get(name)]:
         raise CertificateError(f"the certificate was made for other {listed(other)}")
+    names = sorted({*claimed.settings, *found.settings})
+    if other := [name for name in names if claimed.settings.get(name) != found.settings.get(name)]:
+        raise CertificateError(f"the certificate has other settings than it was computed with: {listed(other)}")
     if claimed.assumptions != found.assumptions:
         raise CertificateError("the certificate names other assumptions than the statement has")
     if not _close(claimed.result, found.result) or claimed.sentence != found.sentence:
@@ -272,7 +288,12 @@ def _check_same(claimed: Certificate, found: Certificate) -> None:
 def _close(one: Any, other: Any) -> bool:
     """Whether two results are equal, but for differences of rounding in margins."""
     if isinstance(one, Mapping) and isinstance(other, Mapping):
-        return one.keys() == other.keys() and all(_close(one[key], other[key]) for key in one)
+        return one.keys() == other.keys() and all(
+            math.isclose(one[key], other[key], rel_tol=_CLOSE)
+            if "radius" in key and isinstance(one[key], float) and isinstance(other[key], float)
+            else _close(one[key], other[key])
+            for key in one
+        )
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
         return len(one) == len(other) and all(map(_close, one, other))
     if isinstance(one, float) and isinstance(other, float):

@@ -4,9 +4,11 @@ Counting needs no labels and no knowledge of the network. The bound is exact for
 holds for the distribution that the images are drawn from.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from decimal import Decimal
 from typing import Any
 
 import torch
@@ -160,10 +162,10 @@ def flips(
     result: dict[str, Any] = total.plain() | {"share": bound(total.same, total.images, delta)}
     if share is not None:
         expected = (total.same + 0.5) / (total.images + 1)
-        result |= {
-            "reached": result["share"] >= share,
-            "images_needed": images_needed(share, delta, expected) if result["share"] < share else None,
-        }
+        refuted = anytime_upper(total.same, total.images, delta) < share
+        result |= {"reached": result["share"] >= share, "refuted": refuted, "images_needed": None}
+        if not result["reached"] and not refuted:
+            result["images_needed"] = images_needed(share, delta, expected, bound=anytime_lower)
     if groups:  # all bounds hold at once
         each = delta / len(groups)
         result["groups"] = {
@@ -198,7 +200,7 @@ def _sentence(
         return f"{known}."
     if result["reached"]:
         return f"{known}: {_percent(share)} is reached."
-    return f"{known}: {_percent(share)} is not reached."
+    return f"{known}: {_percent(share)} is {'refuted' if result['refuted'] else 'not reached'}."
 
 
 def _percent(share: float, down: bool = False) -> str:
@@ -208,8 +210,13 @@ def _percent(share: float, down: bool = False) -> str:
     ('99.9 %', '99.01 %')
     """
     if not down:
-        return f"{100 * share:.10g} %"
+        return f"{float(100 * Decimal(repr(share)))!r} %".replace(".0 %", " %")
     return f"{int(10000 * share) / 100:.2f} %"
+
+
+def _points(difference: float) -> str:
+    """A difference of shares in percent, rounded towards minus infinity."""
+    return f"{math.floor(10000 * difference) / 100:.2f}"
 
 
 def compare(
@@ -225,23 +232,23 @@ def compare(
     """Certify how much more often the first of two masked networks agrees with the dense one; see `halve.certify`."""
     delta = 1 - confidence
     seen = count(networks, reference, data, forward=forward, progress=progress)
-    if seen.interrupted:
-        raise DataError("interrupted: a comparison is exact only for a number of images that was fixed before")
     n, first, second = seen.total.images, seen.only_first, seen.only_second
     same = {"first": seen.total.same, "second": seen.total.same - first + second}
-    low = difference_lower(first, second, n, delta)
+    low = difference_lower(first, second, n, delta, anytime=seen.interrupted)
     result = {"images": n, "same": same, "only_first": first, "only_second": second, "difference": low}
-    counted = f"alone on {first:,} images, the second on {second:,}, of {n:,}"
+    counted = f"of {n:,} images, {first:,} keep it with the first masks alone and {second:,} with the second alone"
+    counted += ", as far as counted" * seen.interrupted
     if low > 0:
         sentence = (
             f"With {_percent(confidence)} confidence, the first masks keep the dense network's class more often than "
-            f"the second, by at least {100 * low:.2f} points (they agree {counted})."
+            f"the second, by at least {_points(low)} points ({counted})."
         )
     else:
         sentence = (
             f"These images do not tell with {_percent(confidence)} confidence that the first masks are better than the "
-            f"second: the difference may be {100 * low:.2f} points (they agree {counted})."
+            f"second: the difference may be {_points(low)} points ({counted})."
         )
-    settings = {"confidence": confidence, "method": "paired exact binomial"}
+    method = "paired anytime-valid (beta-binomial mixture)" if seen.interrupted else "paired exact binomial"
+    settings = {"confidence": confidence, "method": method, "interrupted": seen.interrupted}
     digests = digests | {"images": seen.images.hexdigest()}
     return Certificate("comparison", sentence, settings, ASSUMPTIONS, result, digests)

@@ -20,8 +20,8 @@ from halve.graph import Part, capture
 from halve.modules import clone, device_of, weight_name
 
 BOUNDED = (
-    "convolutions, Linear, BatchNorm, LayerNorm, sums, factors, ReLU, ReLU6, GELU, SiLU, sigmoid, tanh, average and "
-    "max pooling, slicing, padding, concatenation and reshaping"
+    "convolutions, Linear, BatchNorm, LayerNorm, sums, factors, ReLU, ReLU6, clamp, GELU, SiLU, sigmoid, tanh, average "
+    "and max pooling, slicing, splitting, padding, concatenation and reshaping"
 )
 _ATEN = torch.ops.aten
 
@@ -157,6 +157,9 @@ class _Builder:
         """Add a node; its shape is found by running it on zeros."""
         zeros = [Interval(zero, zero) for zero in (_zeros(1, *x.shape) for x in inputs)]
         shape = operator_.interval(zeros).low.shape[1:]
+        if not shape:
+            where = self._module or "(the network itself)"
+            raise ModelError(f"certify has no bounds for a single value per image, in module {where}")
         self._largest = max(self._largest, shape.numel())
         self._nodes.append(Node(operator_, tuple(x.node for x in inputs), self._module))
         return _Value(len(self._nodes) - 1, shape)
@@ -224,12 +227,17 @@ def _function(target: Any, terms: Callable[[torch.Size, Sequence[Any]], int] | N
             return target(batch, *_sized(rest, len(batch)), **_sized(options, len(batch)))  # type: ignore[no-any-return]
 
         ones = _zeros(1, *x.shape) + 1
-        alone, probe = run(ones), run(torch.cat([0 * ones, ones]))
+        try:
+            alone, probe = run(ones), run(torch.cat([0 * ones, ones]))
+        except RuntimeError:
+            return None  # only for the number of images that was captured
         if probe.shape != (2, *alone.shape[1:]) or probe.dtype != torch.float64:
             return None  # moves images between each other, or changes the dtype
         if bool(probe[0].any()) or not torch.allclose(probe[1], alone[0]):
             return None  # pads with other values than 0, or mixes images
         reads = ops.Function(run, 0).transpose(torch.ones_like(alone), x.shape)
+        if bool((reads < 0).any()):
+            return None  # bounds of sizes need coefficients that are not negative
         if not torch.allclose(reads.sum(), alone.sum(), rtol=1e-9):
             return None  # its derivative, which is how it is transposed, leaves something out
         if terms is not None:
@@ -253,11 +261,15 @@ def _convolution(builder: _Builder, node: fx.Node, args: Sequence[Any], kwargs: 
     spatial = weight.dim() - 2 if isinstance(weight, Tensor) else 0
     if not isinstance(x, _Value) or not spatial or isinstance(bias, _Value) or len(x.shape) != spatial + 1:
         return None
-    if isinstance(padding, str):
-        if padding != "valid":
-            return None
-        padding = [0]
     stride, dilation = named.get("stride", [1]), named.get("dilation", [1])
+    if padding == "valid":
+        padding = [0]
+    elif padding == "same":
+        steps = list(dilation) * (spatial // len(dilation))
+        around = [step * (taps - 1) for step, taps in zip(steps, weight.shape[2:], strict=True)]
+        if any(both % 2 for both in around):
+            return None  # more on one side than on the other
+        padding = [both // 2 for both in around]
     name = builder.layer_name(node.args[1])
     return builder._add(ops.Convolution(name, weight, bias, stride, padding, dilation, named.get("groups", 1)), x)
 
@@ -333,6 +345,8 @@ def _times(inverse: bool) -> Rule:
 
 def _without_batch(constant: Any, shape: torch.Size) -> Tensor | None:
     """A constant that is broadcast to images of a shape, without its batch dimension."""
+    if isinstance(constant, _Size):
+        return None
     tensor = torch.as_tensor(constant, dtype=torch.float64)
     if tensor.dim() == len(shape) + 1:
         if tensor.shape[0] != 1:
@@ -361,16 +375,53 @@ def _gelu(args: Sequence[Any], kwargs: Mapping[str, Any]) -> ops.Operator:
     return ops.Smooth(ops.CURVES["gelu, tanh" if kwargs.get("approximate", "none") == "tanh" else "gelu"])
 
 
-def _clamp(builder: _Builder, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """min(max(x, a), b) = a + max(x - a, 0) - max(x - b, 0): ReLU6 and its relatives."""
-    x, *rest = args
-    ends: list[Any] = [kwargs.get("min"), kwargs.get("max")]
-    low, high = list(rest) + ends[len(rest) :]
-    if not all(isinstance(end, int | float) for end in (low, high)) or low > high:
+def _clamp(low: float | None = None, high: float | None = None) -> Rule:
+    """The rule of min(max(x, a), b) with these ends by default: ReLU6 and its relatives."""
+
+    def rule(builder: _Builder, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        named = dict(zip(("min", "max"), args[1:], strict=False)) | dict(kwargs)
+        return _clamped(builder, args[0], named.get("min", low), named.get("max", high))
+
+    return rule
+
+
+def _clamp_max(builder: _Builder, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    return _clamped(builder, args[0], None, args[1])
+
+
+def _clamped(builder: _Builder, x: _Value, low: Any, high: Any) -> Any:
+    """a + max(x - a, 0), or b - max(b - x, 0), or a + max(x - a, 0) - max(x - b, 0)."""
+    ends = [end for end in (low, high) if end is not None]
+    if not ends or not all(isinstance(end, int | float) for end in ends) or ends[0] > ends[-1]:
         return None
     one = _zeros(*[1] * len(x.shape)) + 1
-    parts = [builder._add(ops.ReLU(), builder._add(ops.Scale(one, -end * one), x)) for end in (low, high)]
-    return builder._add(ops.Scale(one, low * one), builder._add(ops.Sum(-1.0), *parts))
+    if low is None:
+        flipped = builder._add(ops.ReLU(), builder._add(ops.Scale(-one, high * one), x))
+        return builder._add(ops.Scale(-one, high * one), flipped)
+    parts = [builder._add(ops.ReLU(), builder._add(ops.Scale(one, -end * one), x)) for end in ends]
+    found = builder._add(ops.Sum(-1.0), *parts) if high is not None else parts[0]
+    return builder._add(ops.Scale(one, low * one), found)
+
+
+def _negated(builder: _Builder, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """-x, or b - x."""
+    x, *shift = args
+    if len(shift) > 1 or kwargs or not all(isinstance(one, int | float) for one in shift):
+        return None
+    one = _zeros(*[1] * len(x.shape)) + 1
+    return builder._add(ops.Scale(-one, shift[0] * one if shift else None), x)
+
+
+def _pieces(builder: _Builder, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """Several pieces of a value: each is a node."""
+    target: Any = node.target
+    count = len(target(_zeros(1, *args[0].shape), *args[1:], **kwargs))
+
+    def piece(index: int) -> Callable[..., Tensor]:
+        return lambda *some, **options: target(*some, **options)[index]
+
+    found = [_function(piece(index))(builder, node, args, kwargs) for index in range(count)]
+    return found if all(isinstance(one, _Value) for one in found) else None
 
 
 def _max_pool(builder: _Builder, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
@@ -389,7 +440,7 @@ def _pair(values: Sequence[int]) -> list[int]:
 
 def _concatenation(builder: _Builder, node: fx.Node, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
     parts, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    if dim == 0 or not all(isinstance(part, _Value) for part in parts):
+    if not all(isinstance(part, _Value) for part in parts) or dim in (0, -1 - len(parts[0].shape)):
         return None
     return builder._add(ops.Concatenation(dim - 1 if dim > 0 else dim), *parts)
 
@@ -426,8 +477,12 @@ RULES: dict[Any, Rule] = {
     _ATEN.mul.Tensor: _times(inverse=False),
     _ATEN.div.Tensor: _times(inverse=True),
     _ATEN.relu.default: _elementwise(lambda args, kwargs: ops.ReLU()),
-    _ATEN.hardtanh.default: _clamp,
-    _ATEN.clamp.default: _clamp,
+    _ATEN.relu6.default: _clamp(0.0, 6.0),
+    _ATEN.hardtanh.default: _clamp(-1.0, 1.0),
+    **dict.fromkeys((_ATEN.clamp.default, _ATEN.clamp_min.default), _clamp()),
+    _ATEN.clamp_max.default: _clamp_max,
+    **dict.fromkeys((_ATEN.neg.default, _ATEN.rsub.Scalar), _negated),
+    **dict.fromkeys((_ATEN.split.Tensor, _ATEN.split_with_sizes.default, _ATEN.chunk.default), _pieces),
     _ATEN.gelu.default: _elementwise(_gelu),
     _ATEN.silu.default: _curve("silu"),
     _ATEN.sigmoid.default: _curve("sigmoid"),

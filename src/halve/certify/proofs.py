@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from halve.batches import Progress, images_of, iterate, tracked
+from halve.batches import Progress, images_of, iterate, result_of, tracked
 from halve.certify.crown import TOLERANCE
 from halve.certify.digests import ImageDigest
 from halve.certify.margins import Margin, proven_margins
@@ -36,9 +36,9 @@ class Proof:
 
     Args:
         label: The class that the dense network predicts.
-        margin: A lower bound of how far its score stays above all others, in the network for which it is smallest; not
-            positive if nothing is proven. None if it is not finite, or was not computed as the masked network predicts
-            another class.
+        margin: A lower bound of how far its score stays above all others, in the network for which it is smallest. If
+            it is not positive, nothing is proven, and it is that of the first network that was not proven. None if it
+            is not finite, or was not computed as the masked network predicts another class.
         radius: The largest change for which the proof holds, if it was searched.
         agree: Whether the masked network predicts the same class for the image itself.
         assumed: The modules from which on rounding is assumed instead of bounded, if any.
@@ -123,15 +123,16 @@ class Pair:
 
     def __init__(self, masked: nn.Module, dense: nn.Module) -> None:
         self._models = {"masked": masked.double().eval(), "dense": dense.double().eval()}
-        self._shape: torch.Size | None = None
+        self._seen: Tensor | None = None  # the last image
         self._networks: dict[str, Network] = {}
         self.classes = 0  # of the last image that was seen
 
     def __getitem__(self, name: str) -> Network:
         if name not in self._networks:
-            assert self._shape is not None
-            example = torch.zeros(1, *self._shape, dtype=torch.float64)
-            self._networks[name] = network_of(self._models[name], example)
+            assert self._seen is not None
+            network = network_of(self._models[name], torch.zeros_like(self._seen[None]))
+            _check_captured(network, self._models[name], self._seen[None])
+            self._networks[name] = network
         return self._networks[name]
 
     @property
@@ -141,10 +142,11 @@ class Pair:
 
     def see(self, image: Tensor) -> tuple[int, bool]:
         """The class of the dense network, and whether the masked one predicts it too."""
-        if image.shape != self._shape:
-            self._networks, self._shape = {}, image.shape
+        if self._seen is None or image.shape != self._seen.shape:
+            self._networks = {}
+        self._seen = image
         with torch.no_grad():
-            scores = {name: model(image[None])[0] for name, model in self._models.items()}
+            scores = {name: result_of(model, image[None])[0] for name, model in self._models.items()}
         if not all(bool(score.isfinite().all()) for score in scores.values()):
             raise DataError("the network returned NaN or infinity: check the images and the weights")
         if any(score.dim() != 1 or len(score) < 2 for score in scores.values()):
@@ -183,6 +185,26 @@ class Pair:
             for i, one in zip(left, bounds, strict=True):
                 found[i] = Margin(min(found[i].bound, one.bound), found[i].assumed | one.assumed)
         return found
+
+
+def _check_captured(network: Network, model: nn.Module, image: Tensor) -> None:
+    """Raise `ModelError` unless the operators compute what the model does for one image.
+
+    A graph is captured with two images, and what it computes from constants is computed once. Models that draw random
+    numbers, that count their calls, or that do something else with one image compute something else.
+    """
+    values = [image]
+    with torch.no_grad():
+        for node in network.nodes[1:]:
+            assert node.operator is not None
+            values.append(node.operator.value([values[i] for i in node.inputs]))
+        wanted = model(image)
+    found, size = values[-1], float(wanted.abs().max())
+    if found.shape != wanted.shape or not torch.allclose(found, wanted, rtol=0, atol=1e-6 * size + 1e-12):
+        raise ModelError(
+            f"{type(model).__name__} computes something else for one image than its captured graph, which bounds need: "
+            f"it may draw random numbers, keep a state, or depend on the batch size. Certify flips instead"
+        )
 
 
 Prover = Callable[[Tensor, Sequence[int]], list[Proof]]

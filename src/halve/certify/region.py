@@ -1,5 +1,6 @@
 """Region: for every input close to an image, both networks predict the class that the dense one predicts for it."""
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,7 +11,7 @@ from halve.batches import Progress
 from halve.certify.certificate import Certificate
 from halve.certify.proofs import EXACT, Pair, Proof, described, prove
 from halve.certify.rounding import UNIT, Interval
-from halve.errors import DataError
+from halve.errors import DataError, OptionError
 
 _OUTSIDE = 1e-5  # how far normalised pixels may be out of range by rounding
 
@@ -38,7 +39,7 @@ def region(
 
     proofs = prove(pair, data, several, progress)
     pixels = mean is not None
-    where = f"{eps * 255:.4g}/255 per pixel" if pixels else f"{eps:.4g} per input value"
+    where = f"{eps * 255:.15g}/255 per pixel" if pixels else f"{eps:.15g} per input value"
     kind = (
         "the distance is the largest change of a pixel, in 0..1 before normalisation; pixels stay in 0..1"
         if pixels
@@ -69,6 +70,8 @@ def box(image: Tensor, eps: float, mean: Sequence[float] | None, std: Sequence[f
     else:
         if len(mean) != image.shape[1] or len(std) != image.shape[1]:
             raise DataError(f"mean= and std= need one number for each of {image.shape[1]} channels")
+        if not all(math.isfinite(one) for one in mean) or not all(0 < one < math.inf for one in std):
+            raise OptionError(f"mean= must be finite and std= positive, got {list(mean)} and {list(std)}")
         centre, scale = (image.new_tensor(one).reshape(-1, 1, 1) for one in (mean, std))
         radius = (eps / scale).expand_as(image)
     wide = radius * (1 + 8 * UNIT) + image.abs() * (2 * UNIT)

@@ -30,7 +30,7 @@ from halve.certify.proofs import EXACT, Pair, Proof, Proofs, described, prove
 from halve.certify.rounding import Interval
 from halve.errors import ModelError, OptionError, listed
 from halve.masks.mask import MaskSet
-from halve.modules import kind_of, weight_name, weight_of
+from halve.modules import kind_of, weight_key, weight_name, weight_of
 
 FIRST, PRECISION = 1e-3, 0.05  # where the search for a radius starts, and how exact it is
 _SMALLEST, _LARGEST = 1e-12, 1e3
@@ -123,7 +123,13 @@ class _Prover:
         """The layers that are updated."""
         network = self.pair["masked"]
         names = chosen(list(network.layers), self._update.layers)
-        network.check_changes(names)
+        # layers of the model whose weights the network uses otherwise, or by the name of a layer they share it with
+        beside = [name for name in self._units["dense"] if name not in network.layers]
+        beside = [name for name in beside if self._update.layers is None or _named(name, self._update.layers)]
+        network.check_changes([*names, *beside])
+        keys = {weight_key(self._dense.get_submodule(name)) for name in names if name in self._units["dense"]}
+        if apart := [name for name in beside if weight_key(self._dense.get_submodule(name)) in self._shared - keys]:
+            raise OptionError(f"layers= names {listed(apart)} but not the layer that has the same weight: name it too")
         if others := [name for name in names if name not in self._units["dense"]]:
             known = dict(self._dense.named_parameters())
             weights = [name if name in known else weight_name(name) for name in others]
@@ -134,6 +140,12 @@ class _Prover:
                 f"belongs to none: {advice}make it the weight of an nn.Linear"
             )
         return names
+
+    @functools.cached_property
+    def _shared(self) -> set[int]:
+        """The weights of all layers that the network computes, by their keys."""
+        known = [name for name in self.pair["masked"].layers if name in self._units["dense"]]
+        return {weight_key(self._dense.get_submodule(name)) for name in known}
 
     def _margins(self, images: Tensor, labels: Sequence[int], sizes: Sequence[float]) -> list[Margin]:
         """The smallest margins of the networks for updates of these sizes."""
@@ -236,7 +248,11 @@ def chosen(known: Sequence[str], layers: Sequence[str] | None) -> list[str]:
     for glob in layers:
         if not any(fnmatch.fnmatchcase(name, glob) for name in known):
             raise OptionError(f"layers= names {glob!r}, which matches no layer; there are {listed(known)}")
-    return [name for name in known if any(fnmatch.fnmatchcase(name, glob) for glob in layers)]
+    return [name for name in known if _named(name, layers)]
+
+
+def _named(name: str, layers: Sequence[str]) -> bool:
+    return any(fnmatch.fnmatchcase(name, glob) for glob in layers)
 
 
 def largest(hold: Callable[[Sequence[int], Sequence[float]], Sequence[bool]], first: Sequence[float]) -> list[float]:
