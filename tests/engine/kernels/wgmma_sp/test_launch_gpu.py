@@ -186,6 +186,15 @@ def test_images_that_do_not_fit_into_a_tile_run_the_reference():
     assert problem.worst(problem.run(WgmmaSparse(), "128x256")) < TOLERANCE[torch.float16]
 
 
+def test_an_empty_batch_returns_an_empty_result():
+    problem = Problem(conv(64, 64, 3), (2, 14, 14), residual=True)
+    inputs = [x[:0] for x in problem.inputs]
+    for family, tile in itertools.product(FAMILIES, ("128x256", "128x128k4")):
+        got = family.run(inputs, family.pack(problem.convolution, problem.tensors), problem.convolution, tile)
+        assert got.shape == (0, 64, 14, 14)
+        assert got.is_contiguous(memory_format=torch.channels_last)
+
+
 def test_slices_and_other_layouts():
     problem = Problem(conv(64, 64, 3), (4, 14, 14))
     whole = problem.run(WgmmaSparse(), "128x256")

@@ -41,6 +41,8 @@ class ConvolutionFamily(KernelFamily):
 
     def _convolve(self, inputs: Sequence[Tensor], packed: Tensors, convolution: Convolution, variant: str) -> Tensor:
         self._check(inputs, packed, convolution)
+        if not len(inputs[0]):
+            return self.fake(inputs, packed, convolution)  # an empty batch: nothing to launch
         if inputs[0].is_cuda:
             return self.launch([readable(x) for x in inputs], packed, convolution, variant)
         return self.reference(inputs, packed, convolution)
