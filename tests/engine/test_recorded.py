@@ -1,9 +1,34 @@
+import contextlib
 import copy
 import pickle
 
+import pytest
 import torch
 
+from halve.engine import recorded
 from halve.engine.recorded import Recordings, shapes_of
+
+
+@pytest.fixture
+def without_a_gpu(monkeypatch):
+    """Record on a CPU: calls run once, and there is nothing to replay."""
+
+    def record(run, device, **options):
+        return "graph", run()
+
+    monkeypatch.setattr(recorded, "record", record)
+    monkeypatch.setattr(torch.cuda, "device", contextlib.nullcontext)
+    for name in ("synchronize", "Stream", "graph_pool_handle"):
+        monkeypatch.setattr(torch.cuda, name, object)
+
+
+def test_inputs_can_be_replaced_outside_of_inference_mode(without_a_gpu):
+    recordings, x = Recordings(), torch.zeros(2, 3)
+    with torch.inference_mode():
+        recordings.record(lambda x: x + 1, (x,))
+    _, [held], outputs, _ = recordings.of((x,))
+    held.copy_(torch.ones(2, 3))
+    assert not outputs.is_inference()
 
 
 def test_copies_make_recordings_of_their_own():

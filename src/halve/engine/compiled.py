@@ -214,6 +214,7 @@ class Compiled(nn.Module):
         )
 
     @preserved_process_state()
+    @torch.inference_mode(False)  # packed weights would be read-only outside of it
     def warmup(self, batch_sizes: Sequence[int] | int, progress: Progress = True) -> "Compiled":
         """Plan and record batch sizes ahead of time. Returns self.
 
@@ -508,6 +509,7 @@ class Compiled(nn.Module):
         return self
 
 
+@torch.inference_mode(False)
 def load(path: str | Path, device: str | torch.device | None = None) -> Compiled:
     """Load a compiled network from a file written by `Compiled.save`.
 

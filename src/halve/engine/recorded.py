@@ -41,7 +41,8 @@ class Recordings:
         A recording reads the weights by address, so it keeps them, or what holds them, alive.
         """
         device = inputs[0].device
-        with self.lock, torch.cuda.device(device), torch.no_grad():
+        # Tensors of inference mode could not be written to outside of it.
+        with self.lock, torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
             torch.cuda.synchronize()
             if self.stream is None:
                 self.stream = torch.cuda.Stream()
