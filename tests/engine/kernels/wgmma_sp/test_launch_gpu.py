@@ -180,7 +180,15 @@ def test_many_tiles_repeated_and_recorded_are_bitwise_the_same(residual):
             assert torch.equal(out, expected)
 
 
-def test_images_that_do_not_fit_into_a_tile_run_the_reference():
+@pytest.mark.parametrize("family", FAMILIES)
+def test_batches_that_do_not_fit_into_a_tile_run_in_another(family, monkeypatch):
+    problem = Problem(conv(512, 512, 3), (256, 7, 7), residual=True)
+    assert problem.plan(family, "128x128k4") is None
+    monkeypatch.setattr(type(family), "reference", None)  # would raise if called
+    assert problem.worst(problem.run(family, "128x128k4")) < TOLERANCE[torch.float16]
+
+
+def test_images_that_fit_into_no_tile_run_the_reference():
     problem = Problem(conv(64, 64, 3), (1, 3, 300))
     assert problem.plan(WgmmaSparse(), "128x256") is None
     assert problem.worst(problem.run(WgmmaSparse(), "128x256")) < TOLERANCE[torch.float16]

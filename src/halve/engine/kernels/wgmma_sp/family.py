@@ -67,8 +67,9 @@ class _Wgmma(ConvolutionFamily):
 
     def launch(self, inputs: Sequence[Tensor], packed: Tensors, convolution: Convolution, variant: str) -> Tensor:
         residual = inputs[1] if len(inputs) > 1 else None
-        plan = self._tiling(inputs, convolution, variant)
-        if plan is None:  # images of this size do not fit into the tile: rare, as plans are made for known sizes
+        added = residual is not None
+        plan = launch.usable(inputs[0], convolution, variant, sparse=self.sparse, residual=added)
+        if plan is None:  # such as images whose rows are longer than any tile
             return self.reference(inputs, packed, convolution)
         operands = launch.Operands(inputs[0], packed["blocks"], packed.get("bias"), packed.get("scale"), residual)
         return launch.run(operands, convolution, plan, self.sparse)
