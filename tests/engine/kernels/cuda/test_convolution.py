@@ -1,13 +1,16 @@
 """What all CUDA families for convolutions do before they launch a kernel."""
 
+import math
+
 import pytest
 import torch
 
+from halve.engine.kernels.cuda import driver
 from halve.engine.kernels.cuda.convolution import ConvolutionFamily
 from halve.engine.kernels.depthwise.family import Depthwise
 from halve.engine.kernels.mma_sp.family import MmaDense, MmaSparse
 from halve.engine.kernels.wgmma_sp.family import WgmmaDense, WgmmaSparse
-from halve.engine.operations import Convolution
+from halve.engine.operations import Convolution, Linear
 from tests.random_masks import random
 
 CONV = Convolution(16, 64, (3, 3), (2, 2), (1, 1), activation="relu")
@@ -33,3 +36,21 @@ def test_an_empty_batch_computes_nothing(family, convolution, monkeypatch):
         y = family.run(inputs, packed, convolution, "128x256")
         assert (y.shape, y.dtype) == ((0, convolution.rows, 5, 4), torch.float16)
         assert y.is_contiguous(memory_format=torch.channels_last)
+
+
+@pytest.mark.parametrize(
+    ("family", "limit"),
+    [(MmaSparse(), 1 << 28), (MmaDense(), 1 << 28), (Depthwise(), 1 << 31), (WgmmaSparse(), 1 << 31)],
+)
+def test_more_pixels_than_a_kernel_can_count_do_not_fit(family, limit, monkeypatch):
+    monkeypatch.setattr(driver, "processors", lambda device: 132)
+
+    def fits(operation, *shape):
+        return family.fits([torch.empty(shape, dtype=torch.float16, device="meta")], operation, "128x128")
+
+    side = math.isqrt(limit - 1)
+    assert fits(Convolution(8, 8), 1, 8, side, side)
+    assert not fits(Convolution(8, 8, padding=(1, 1)), 1, 8, side, side)  # the result has more pixels
+    for count in (limit, limit - 1):
+        assert fits(Convolution(8, 8), count, 8, 1, 1) is (count < limit)
+        assert fits(Linear(8, 8), count, 8) is (count < limit)
