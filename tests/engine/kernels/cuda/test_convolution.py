@@ -6,11 +6,12 @@ import pytest
 import torch
 
 from halve.engine.kernels.cuda import driver
-from halve.engine.kernels.cuda.convolution import ConvolutionFamily
+from halve.engine.kernels.cuda.convolution import ConvolutionFamily, check_aligned
 from halve.engine.kernels.depthwise.family import Depthwise
 from halve.engine.kernels.mma_sp.family import MmaDense, MmaSparse
 from halve.engine.kernels.wgmma_sp.family import WgmmaDense, WgmmaSparse
 from halve.engine.operations import Convolution, Linear
+from halve.errors import EngineError
 from tests.random_masks import random
 
 CONV = Convolution(16, 64, (3, 3), (2, 2), (1, 1), activation="relu")
@@ -54,3 +55,17 @@ def test_more_pixels_than_a_kernel_can_count_do_not_fit(family, limit, monkeypat
     for count in (limit, limit - 1):
         assert fits(Convolution(8, 8), count, 8, 1, 1) is (count < limit)
         assert fits(Linear(8, 8), count, 8) is (count < limit)
+
+
+@pytest.mark.parametrize(("family", "convolution"), LAYERS, ids=lambda value: getattr(value, "name", ""))
+def test_packed_weights_are_aligned(family, convolution):
+    packed = family.pack(convolution, tensors(convolution))
+    for name in family.packed_shapes(convolution):
+        check_aligned(name, packed[name])
+
+
+def test_weights_that_are_not_aligned_are_refused():
+    values = torch.zeros(64, dtype=torch.float16)
+    check_aligned("values", values[8:])
+    with pytest.raises(EngineError, match="the values must be aligned to 16 bytes, got an offset of 6"):
+        check_aligned("values", values[3:])

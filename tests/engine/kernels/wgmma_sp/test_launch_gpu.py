@@ -13,6 +13,7 @@ from halve.engine.kernels.wgmma_sp.family import WgmmaDense, WgmmaSparse
 from halve.engine.kernels.wgmma_sp.launch import fitting, machine_code, variant_of
 from halve.engine.kernels.wgmma_sp.tiling import TILES
 from halve.engine.operations import ACTIVATIONS, Convolution, Linear
+from halve.errors import EngineError
 
 GPU = torch.device("cuda", 0)
 pytestmark = [
@@ -201,6 +202,15 @@ def test_an_empty_batch_returns_an_empty_result():
         got = family.run(inputs, family.pack(problem.convolution, problem.tensors), problem.convolution, tile)
         assert got.shape == (0, 64, 14, 14)
         assert got.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_weights_that_are_not_aligned_are_refused():
+    problem = Problem(conv(64, 64, 3), (2, 14, 14))
+    packed = WgmmaSparse().pack(problem.convolution, problem.tensors)
+    blocks = packed["blocks"]
+    packed["blocks"] = torch.cat([blocks.new_zeros(1), blocks.flatten()])[1:].view(blocks.shape)
+    with pytest.raises(EngineError, match="blocks must be aligned to 16 bytes"):
+        WgmmaSparse().run(problem.inputs, packed, problem.convolution, "128x256")
 
 
 def test_slices_and_other_layouts():

@@ -129,11 +129,19 @@ class ConvolutionFamily(KernelFamily):
                 )
             if name == "metadata" and tensor.dtype != torch.int32:
                 raise EngineError(f"the metadata must be int32, got {tensor.dtype}")
+            if x.is_cuda:
+                check_aligned(name, tensor)
 
 
 def as_convolution(operation: Operation) -> Convolution:
     assert isinstance(operation, Convolution | Linear)
     return operation.convolution
+
+
+def check_aligned(name: str, packed: Tensor) -> None:
+    """Raise `EngineError` unless packed weights start at a multiple of 16 bytes. Kernels copy that many at once."""
+    if offset := packed.data_ptr() % 16:
+        raise EngineError(f"the {name} must be aligned to 16 bytes, got an offset of {offset}: use a clone of it")
 
 
 def readable(x: Tensor) -> Tensor:
