@@ -49,7 +49,9 @@ class Recordings:
             if self.pool is None:
                 self.pool = torch.cuda.graph_pool_handle()
             held = tuple(x.clone(memory_format=torch.preserve_format) for x in inputs)
-            graph, outputs = record(lambda: run(*held), device, warmups=2, pool=self.pool, stream=self.stream)
+            pool, self.pool = self.pool, None  # not used again if recording fails
+            graph, outputs = record(lambda: run(*held), device, warmups=2, pool=pool, stream=self.stream)
+            self.pool = pool
             torch.cuda.synchronize()
             self.known.pop(shapes_of(inputs), None)
             dropped = list(self.known)[: max(len(self.known) - MAX_RECORDINGS + 1, 0)]
