@@ -52,3 +52,19 @@ class TestRecording:
         torch.cuda.synchronize()
         assert float(torch.ones(3, device="cuda").sum()) == 3.0
         assert torch.randn(3, device="cuda").isfinite().all()
+
+    def test_memory_is_returned_after_a_failing_call(self):
+        for pool in (None, torch.cuda.graph_pool_handle()):
+            with pytest.raises(RuntimeError):
+                record(lambda: torch.ones(1 << 20, device="cuda").sum().item(), self.device, warmups=0, pool=pool)
+            other = torch.cuda.Stream()
+            x = torch.ones(1 << 26, dtype=torch.uint8, device="cuda")
+            x.record_stream(other)  # is only freed while nothing is recorded
+            before = torch.cuda.memory_reserved()
+            del x
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+            assert torch.cuda.memory_reserved() <= before - (1 << 26)
+            graph, y = record(lambda: torch.ones(3, device="cuda") + 1, self.device)
+            graph.replay()
+            assert y.tolist() == [2.0] * 3

@@ -25,7 +25,8 @@ def record(
         run: the function to record.
         device: the GPU.
         warmups: how often to call `run` first. Libraries load kernels on first use, which cannot be recorded.
-        pool: a memory pool to share with other graphs. Default: a new one.
+        pool: a memory pool to share with other graphs. Do not use it again if recording fails: PyTorch may not have
+            released it. Default: a new one.
         stream: the stream to record on. Default: `side_stream(device)`.
         free_memory: return cached memory to the GPU first, as nothing can be returned while recording. Takes
             milliseconds, and allocating again takes more.
@@ -59,11 +60,27 @@ def record(
 @contextlib.contextmanager
 def _capture(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
     """Capture what is launched on the current stream. Unlike `torch.cuda.graph`, does not empty the memory cache."""
+    stream = torch.cuda.current_stream()
+    pool = torch.cuda.graph_pool_handle() if pool is None else pool
     graph.capture_begin(pool, capture_error_mode="thread_local")
     try:
         yield
     finally:
-        graph.capture_end()
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            _end_allocation(stream, pool)
+            raise
+
+
+def _end_allocation(stream: torch.cuda.Stream, pool: Any) -> None:
+    """Let the allocator know that a recording that CUDA aborted has ended.
+
+    Older versions of PyTorch do not: their allocator would refuse to return cached memory, or to use this pool again.
+    """
+    with contextlib.suppress(RuntimeError, AttributeError), torch.cuda.stream(stream):  # newer versions have done it
+        if not torch.cuda.is_current_stream_capturing():
+            torch._C._cuda_endAllocateToPool(stream.device_index, pool)
 
 
 def _end_capture_of_random_numbers(stream: torch.cuda.Stream) -> None:

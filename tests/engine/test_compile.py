@@ -270,6 +270,19 @@ def test_the_example_stays_as_it_is():
     assert torch.equal(x, before)
 
 
+def test_what_is_made_in_inference_mode_works_outside_of_it(tmp_path):
+    with torch.inference_mode():
+        fast = compiled(convnet(), example=images(2), inductor=False).warmup(3)
+        fast.save(tmp_path / "net.compiled.safetensors")
+        loaded = halve.load_compiled(tmp_path / "net.compiled.safetensors")
+        expected = fast(images(2))
+    for net in (fast, loaded):
+        assert not any(tensor.is_inference() for tensor in net.tensors())
+        net.load_state_dict(net.state_dict())  # writes to the weights
+        assert torch.equal(net.warmup(5)(images(2)), expected)
+        assert not net(images(3)).is_inference()
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -218,6 +218,18 @@ def test_a_recording_keeps_the_weights_that_it_reads(made):
     assert len(filled) == 64
 
 
+@shared
+def test_recordings_made_in_inference_mode_work_outside_of_it(made):
+    x = photos(2)
+    with torch.inference_mode():
+        fast = copy.deepcopy(made[2]).warmup([2])
+        expected = fast(x)
+    assert fast._recordings.of((x,)) is not None
+    assert torch.equal(fast(x), expected)
+    with torch.inference_mode():
+        assert torch.equal(fast(x), expected)
+
+
 def test_calls_work_while_another_batch_size_is_planned(pruned):
     model, masks = pruned
     fast = halve.compile(model, masks, photos(2))

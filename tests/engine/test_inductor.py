@@ -15,6 +15,7 @@ import halve
 from halve.engine import compiled, inductor
 from halve.engine.compiled import INDUCTOR
 from halve.engine.inductor import compile_body
+from halve.engine.inductor_choice import Choice
 from halve.errors import EngineError
 from tests.engine.nets import two_convolutions
 
@@ -148,6 +149,22 @@ def test_the_plan_says_what_inductor_compiled(compiled_net):
     plan.batches, plan.inductor = {2: []}, {2: 12.3}
     assert "the rest compiled by Inductor in 12 s" in str(plan)
     assert type(plan).from_json(plan.as_json()).inductor == {2: 12.3}
+
+
+def test_the_plan_says_how_long_compiling_took_where_nothing_came_of_it(compiled_net, monkeypatch):
+    fast, seconds = copy.deepcopy(compiled_net[0]), [4.0, 8.0]
+    fast.inductor = True
+    monkeypatch.setattr(compiled, "unavailable", lambda device: None)
+    monkeypatch.setattr(
+        compiled, "choose", lambda body, inputs, kernels, *others: Choice(kernels, None, seconds.pop(0))
+    )
+    said = "Inductor compiled for 12 s without a faster result"
+    fast.plan.lost_seconds = 0.0
+    assert said not in str(fast.warmup(3).plan)  # four seconds are not worth a line
+    fast.warmup(5)
+    assert said in str(fast.plan)
+    assert said in fast.plan._repr_html_()
+    assert not fast.plan.inductor
 
 
 def test_it_is_tried_on_cpus_with_a_compiler(compiled_net, monkeypatch):

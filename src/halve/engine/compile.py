@@ -29,6 +29,7 @@ NETWORK = "the network"  # its name in `Plan.uncompiled`
 
 
 @preserved_process_state()
+@torch.inference_mode(False)  # its weights would be read-only outside of it
 def compile(
     model: nn.Module,
     masks: MaskSet | None,

@@ -215,6 +215,7 @@ class Compiled(nn.Module):
         )
 
     @preserved_process_state()
+    @torch.inference_mode(False)  # packed weights would be read-only outside of it
     def warmup(self, batch_sizes: Sequence[int] | int, progress: Progress = True) -> "Compiled":
         """Plan and record batch sizes ahead of time. Returns self.
 
@@ -372,6 +373,8 @@ class Compiled(nn.Module):
         else:
             choice = choose(body, given, kernels, TimingCache.of(self.device), network_key(body, inputs), layers)
         self._compiling_seconds += choice.seconds
+        if choice.run is None:
+            self.plan.lost_seconds += choice.seconds
         if choice.failed is not None:
             what = "not used" if choice.run is None else "not used with sparse layers"
             self.plan.uncompiled = {**self.plan.uncompiled, INDUCTOR: f"{what}: {choice.failed}"}
@@ -454,7 +457,8 @@ class Compiled(nn.Module):
             return False
         for layer in self.layers:
             layer.use({1: FALLBACK})
-        self.plan.batches, self.plan.inductor, self.plan.joins, self.plan.code_bytes = {}, {}, {}, 0
+        self.plan.batches, self.plan.inductor, self.plan.joins = {}, {}, {}
+        self.plan.code_bytes, self.plan.lost_seconds = 0, 0.0
         return True
 
     def _adapt(self, before: str | None) -> None:
@@ -510,6 +514,7 @@ class Compiled(nn.Module):
         return self
 
 
+@torch.inference_mode(False)
 def load(path: str | Path, device: str | torch.device | None = None) -> Compiled:
     """Load a compiled network from a file written by `Compiled.save`.
 

@@ -116,10 +116,11 @@ def choose(
     if best == "eager":
         return Choice(kernels, seconds=seconds, failed=failed)
     if best not in runs:
+        started = time.perf_counter()
         try:
             runs[best], seconds = compile_body(body, candidates[best], inputs)
         except EngineError as error:
-            return Choice(kernels, failed=str(error))
+            return Choice(kernels, seconds=time.perf_counter() - started, failed=str(error))
     return Choice(candidates[best], runs[best], seconds, failed)
 
 

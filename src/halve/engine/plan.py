@@ -8,6 +8,7 @@ from halve.markup import table, text
 from halve.text import aligned, formatted_bytes
 
 COLUMNS = ("layer", "shape", "kernel", "ms", "dense ms", "our dense ms", "sparse ms", "reason")
+_NOTABLE_SECONDS = 10.0  # that were lost: fewer are not printed
 
 
 @dataclass(frozen=True)
@@ -47,8 +48,9 @@ class Plan:
 
     `uncompiled` lists what falls back to eager, and why. `dense` says why no layer runs sparse, if none can. `inductor`
     has the batch sizes at which Inductor compiles what lies between the layers, and the seconds that compiling took.
-    `joins` has the layers that run in one kernel, by batch size. `code_bytes` is the size of the machine code that was
-    emitted for this CPU, counted once where layers share it; 0 on GPUs. It is not part of files.
+    `lost_seconds` is how long it has compiled at other batch sizes, without a faster result. `joins` has the layers
+    that run in one kernel, by batch size. `code_bytes` is the size of the machine code that was emitted for this CPU,
+    counted once where layers share it; 0 on GPUs. Neither it nor `lost_seconds` is part of files.
 
     >>> entry = Entry("fc", "4>2 at 1", "mma_sp 64x64", True, 0.004, 0.006, 0.005, 0.004, "fastest")
     >>> print(Plan({1: [entry]}, {}))
@@ -63,6 +65,7 @@ class Plan:
     inductor: dict[int, float] = field(default_factory=dict)
     joins: dict[int, list[PlannedJoin]] = field(default_factory=dict)
     code_bytes: int = 0
+    lost_seconds: float = 0.0
 
     def __iter__(self) -> Iterator[Entry]:
         return (entry for entries in self.batches.values() for entry in entries)
@@ -94,7 +97,10 @@ class Plan:
 
     def notes(self) -> list[str]:
         """What there is to say beside the tables."""
-        return [f"machine code: {formatted_bytes(self.code_bytes)}"] if self.code_bytes else []
+        found = [f"machine code: {formatted_bytes(self.code_bytes)}"] if self.code_bytes else []
+        if self.lost_seconds >= _NOTABLE_SECONDS:
+            found.append(f"Inductor compiled for {self.lost_seconds:.0f} s without a faster result")
+        return found
 
     def _repr_html_(self) -> str:
         """A table for each batch size, for notebooks."""

@@ -41,14 +41,17 @@ class Recordings:
         A recording reads the weights by address, so it keeps them, or what holds them, alive.
         """
         device = inputs[0].device
-        with self.lock, torch.cuda.device(device), torch.no_grad():
+        # Tensors of inference mode could not be written to outside of it.
+        with self.lock, torch.cuda.device(device), torch.inference_mode(False), torch.no_grad():
             torch.cuda.synchronize()
             if self.stream is None:
                 self.stream = torch.cuda.Stream()
             if self.pool is None:
                 self.pool = torch.cuda.graph_pool_handle()
             held = tuple(x.clone(memory_format=torch.preserve_format) for x in inputs)
-            graph, outputs = record(lambda: run(*held), device, warmups=2, pool=self.pool, stream=self.stream)
+            pool, self.pool = self.pool, None  # not used again if recording fails
+            graph, outputs = record(lambda: run(*held), device, warmups=2, pool=pool, stream=self.stream)
+            self.pool = pool
             torch.cuda.synchronize()
             self.known.pop(shapes_of(inputs), None)
             dropped = list(self.known)[: max(len(self.known) - MAX_RECORDINGS + 1, 0)]

@@ -1,3 +1,6 @@
+import contextlib
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -36,3 +39,26 @@ def test_an_unsupported_dtype_or_a_missing_compiler_is_a_reason(ampere, monkeypa
     assert no_sparse_kernels(GPU, torch.float16) == "no NVRTC was found"
     monkeypatch.setattr(jit, "unavailable", lambda: None)
     assert no_sparse_kernels(GPU, torch.bfloat16) is None
+
+
+@pytest.mark.parametrize(("recorded", "attributes"), [(0, 0), (1, 1)])
+def test_launches_depend_on_the_previous_one_if_the_stream_of_their_own_device_is_recorded(
+    recorded, attributes, monkeypatch
+):
+    current, launched = [0], []
+
+    @contextlib.contextmanager
+    def device(index):
+        current.append(index)
+        yield
+        current.pop()
+
+    monkeypatch.setattr(torch.cuda, "device", device)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: current[-1] == recorded)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=7))
+    monkeypatch.setattr(driver, "_enter_context", lambda index: None)
+    monkeypatch.setattr(driver, "call", lambda name, config, *others: launched.append(config._obj.count))
+    kernel = driver.Kernel.__new__(driver.Kernel)
+    kernel.device, kernel.shared_bytes, kernel._can_depend, kernel._function = 1, 0, True, None
+    kernel.launch((1, 1), 32, [None])
+    assert launched == [attributes]

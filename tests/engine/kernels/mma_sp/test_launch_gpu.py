@@ -186,6 +186,14 @@ def test_an_empty_batch_returns_an_empty_result():
     assert run(x, weight, b, r, geometry, "64x64", sparse=True).shape == (0, 32, 7, 7)
 
 
+def test_more_pixels_than_the_kernel_can_count_run_the_reference(monkeypatch):
+    geometry = Convolution(32, 16, (3, 3), padding=(1, 1))
+    data = problem(geometry, 2, 9, 9, torch.float16, bias=True, residual=True)
+    monkeypatch.setattr(MmaSparse, "max_pixels", 2 * 9 * 9 - 1)
+    monkeypatch.setattr(MmaSparse, "launch", None)  # would raise if called
+    assert difference(run(*data, geometry, "64x64", sparse=True), *data, geometry) < TOLERANCE[torch.float16]
+
+
 @pytest.mark.filterwarnings("ignore")
 def test_opcheck_passes_on_a_gpu():
     geometry = Convolution(32, 16, (3, 3), padding=(1, 1), activation="relu")

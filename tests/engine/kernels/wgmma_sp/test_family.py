@@ -1,9 +1,11 @@
 import pytest
 import torch
 
+from halve.engine.kernels.cuda import driver
 from halve.engine.kernels.kernel import Piece
+from halve.engine.kernels.wgmma_sp import launch
 from halve.engine.kernels.wgmma_sp.family import WgmmaDense, WgmmaSparse
-from halve.engine.kernels.wgmma_sp.tiling import TILES
+from halve.engine.kernels.wgmma_sp.tiling import TILES, Shortcut
 from halve.engine.operations import Convolution, Linear, MaxPool
 from halve.errors import EngineError
 from halve.outputs import relative_error
@@ -93,3 +95,41 @@ def test_arguments_that_the_kernel_would_misread_raise():
 def test_weights_of_other_widths_are_refused():
     with pytest.raises(EngineError, match=r"float16 or bfloat16, got a weight in torch.float32"):
         WgmmaSparse().pack(CONV, {"weight": halved(16, 64, 3, 3).float()})
+
+
+@pytest.fixture
+def h200(monkeypatch):
+    monkeypatch.setattr(driver, "processors", lambda device: 132)
+
+
+def photos(*shape):
+    return torch.empty(shape, dtype=torch.float16, device="meta")
+
+
+@pytest.mark.parametrize("sparse", [True, False])
+@pytest.mark.parametrize(
+    ("rows", "channels", "kernel", "size", "shortcut"),
+    [
+        (512, 512, 3, 7, None),
+        (256, 256, 3, 14, None),
+        (512, 2048, 1, 7, None),
+        (512, 512, 3, 7, Shortcut(256, 2)),
+    ],
+)
+def test_batches_that_do_not_fit_into_the_planned_tile_run_in_another(
+    h200, sparse, rows, channels, kernel, size, shortcut
+):
+    conv = Convolution(rows, channels, (kernel, kernel), padding=(kernel // 2,) * 2)
+    few, many = photos(2, channels, size, size), photos(512, channels, size, size)
+    options = {"sparse": sparse, "shortcut": shortcut}
+    planned = launch.usable(few, conv, "128x128k4", **options)
+    assert str(planned.tile) == "128x128k4"
+    assert launch.fitting(many, conv, "128x128k4", **options) is None
+    used = launch.usable(many, conv, "128x128k4", **options)
+    assert str(used.tile) in launch.worth_timing(many, conv, list(TILES), **options)
+    assert used == launch.fitting(many, conv, str(used.tile), **options)
+
+
+def test_images_that_fit_into_no_tile_have_no_tiling(h200):
+    x = photos(1, 64, 3, 300)
+    assert launch.usable(x, Convolution(64, 64, (3, 3), padding=(1, 1)), "128x256", sparse=True) is None

@@ -103,3 +103,14 @@ def test_ends_of_residual_blocks(dtype, tolerance):
         packed = family.pack(problem.operation, problem.tensors)
         got = family.run(problem.inputs, packed, problem.operation, tile)  # in memory of NaNs
         assert problem.worst(got) < tolerance, (problem.operation, family.name, tile)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_batches_that_do_not_fit_into_a_tile_run_in_another(family, monkeypatch):
+    problem = Problem(joined(512, 512, 3, 256, 2), (256, 7, 7), torch.float16)
+    assert not family.fits(problem.inputs, problem.operation, "128x128k4")
+    packed = family.pack(problem.operation, problem.tensors)
+    with monkeypatch.context() as patch:
+        patch.setattr(JoinedConvolution, "reference", None)  # would raise if called
+        got = family.run(problem.inputs, packed, problem.operation, "128x128k4")
+    assert problem.worst(got) < 2e-3

@@ -13,6 +13,7 @@ from halve.engine.kernels.wgmma_sp.family import WgmmaDense, WgmmaSparse
 from halve.engine.kernels.wgmma_sp.launch import fitting, machine_code, variant_of
 from halve.engine.kernels.wgmma_sp.tiling import TILES
 from halve.engine.operations import ACTIVATIONS, Convolution, Linear
+from halve.errors import EngineError
 
 GPU = torch.device("cuda", 0)
 pytestmark = [
@@ -180,10 +181,36 @@ def test_many_tiles_repeated_and_recorded_are_bitwise_the_same(residual):
             assert torch.equal(out, expected)
 
 
-def test_images_that_do_not_fit_into_a_tile_run_the_reference():
+@pytest.mark.parametrize("family", FAMILIES)
+def test_batches_that_do_not_fit_into_a_tile_run_in_another(family, monkeypatch):
+    problem = Problem(conv(512, 512, 3), (256, 7, 7), residual=True)
+    assert problem.plan(family, "128x128k4") is None
+    monkeypatch.setattr(type(family), "reference", None)  # would raise if called
+    assert problem.worst(problem.run(family, "128x128k4")) < TOLERANCE[torch.float16]
+
+
+def test_images_that_fit_into_no_tile_run_the_reference():
     problem = Problem(conv(64, 64, 3), (1, 3, 300))
     assert problem.plan(WgmmaSparse(), "128x256") is None
     assert problem.worst(problem.run(WgmmaSparse(), "128x256")) < TOLERANCE[torch.float16]
+
+
+def test_an_empty_batch_returns_an_empty_result():
+    problem = Problem(conv(64, 64, 3), (2, 14, 14), residual=True)
+    inputs = [x[:0] for x in problem.inputs]
+    for family, tile in itertools.product(FAMILIES, ("128x256", "128x128k4")):
+        got = family.run(inputs, family.pack(problem.convolution, problem.tensors), problem.convolution, tile)
+        assert got.shape == (0, 64, 14, 14)
+        assert got.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_weights_that_are_not_aligned_are_refused():
+    problem = Problem(conv(64, 64, 3), (2, 14, 14))
+    packed = WgmmaSparse().pack(problem.convolution, problem.tensors)
+    blocks = packed["blocks"]
+    packed["blocks"] = torch.cat([blocks.new_zeros(1), blocks.flatten()])[1:].view(blocks.shape)
+    with pytest.raises(EngineError, match="blocks must be aligned to 16 bytes"):
+        WgmmaSparse().run(problem.inputs, packed, problem.convolution, "128x256")
 
 
 def test_slices_and_other_layouts():

@@ -1,7 +1,9 @@
 """What CUDA kernel families for convolutions share: Linear layers as 1x1 convolutions, and checks of the arguments."""
 
+import math
 from abc import abstractmethod
 from collections.abc import Sequence
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -19,6 +21,7 @@ class ConvolutionFamily(KernelFamily):
 
     device_type = "cuda"
     reads = writes = Layout.NHWC
+    max_pixels: ClassVar[int] = (1 << 31) - 1  # of all images together: kernels count them in 32 bits
 
     def pack(self, operation: Operation, tensors: Tensors) -> dict[str, Tensor]:
         convolution = as_convolution(operation)
@@ -30,20 +33,31 @@ class ConvolutionFamily(KernelFamily):
         weight = weight.flatten(1) if isinstance(operation, Linear) else weight
         return {"weight": weight, **{name: packed[name] for name in _VECTORS if name in packed}}
 
+    def fits(self, inputs: Sequence[Tensor], operation: Operation, variant: str) -> bool:
+        return self._can_count(as_images(inputs, operation)[0], as_convolution(operation))
+
     def run(self, inputs: Sequence[Tensor], packed: Tensors, operation: Operation, variant: str) -> Tensor:
         x, convolution = inputs[0], as_convolution(operation)
         if isinstance(operation, Linear):
             if not x.numel():
                 return x.new_empty(operation.out_shape(x.shape))  # convolutions need at least one pixel
-            y = self._convolve([as_image(tensor) for tensor in inputs], packed, convolution, variant)
+            y = self._convolve(as_images(inputs, operation), packed, convolution, variant)
             return y.permute(0, 2, 3, 1).reshape(operation.out_shape(x.shape))
         return self._convolve(inputs, packed, convolution, variant)
 
     def _convolve(self, inputs: Sequence[Tensor], packed: Tensors, convolution: Convolution, variant: str) -> Tensor:
         self._check(inputs, packed, convolution)
-        if inputs[0].is_cuda:
+        if not len(inputs[0]):
+            return self.fake(inputs, packed, convolution)  # an empty batch: nothing to launch
+        if inputs[0].is_cuda and self._can_count(inputs[0], convolution):
             return self.launch([readable(x) for x in inputs], packed, convolution, variant)
         return self.reference(inputs, packed, convolution)
+
+    def _can_count(self, x: Tensor, convolution: Convolution) -> bool:
+        """Whether neither the images nor their results have too many pixels for the kernel."""
+        images, _, height, width = x.shape
+        pixels: int = max(height * width, math.prod(convolution.out_size(height, width)))  # of one image
+        return images * pixels <= self.max_pixels
 
     def reference(self, inputs: Sequence[Tensor], packed: Tensors, convolution: Convolution) -> Tensor:
         """The result in plain PyTorch, with bias and scale in single precision as in the kernels."""
@@ -115,11 +129,19 @@ class ConvolutionFamily(KernelFamily):
                 )
             if name == "metadata" and tensor.dtype != torch.int32:
                 raise EngineError(f"the metadata must be int32, got {tensor.dtype}")
+            if x.is_cuda:
+                check_aligned(name, tensor)
 
 
 def as_convolution(operation: Operation) -> Convolution:
     assert isinstance(operation, Convolution | Linear)
     return operation.convolution
+
+
+def check_aligned(name: str, packed: Tensor) -> None:
+    """Raise `EngineError` unless packed weights start at a multiple of 16 bytes. Kernels copy that many at once."""
+    if offset := packed.data_ptr() % 16:
+        raise EngineError(f"the {name} must be aligned to 16 bytes, got an offset of {offset}: use a clone of it")
 
 
 def readable(x: Tensor) -> Tensor:
@@ -128,6 +150,8 @@ def readable(x: Tensor) -> Tensor:
     return x if x.data_ptr() % 16 == 0 else x.clone(memory_format=_NHWC)
 
 
-def as_image(x: Tensor) -> Tensor:
-    """(..., C) -> (1, C, rows, 1), channels last."""
-    return x.reshape(1, -1, 1, x.shape[-1]).permute(0, 3, 1, 2)
+def as_images(inputs: Sequence[Tensor], operation: Operation) -> list[Tensor]:
+    """The inputs as images, channels last: those of a Linear layer (..., C) have one pixel per row, (1, C, rows, 1)."""
+    if isinstance(operation, Linear):
+        return [x.reshape(1, -1, 1, x.shape[-1]).permute(0, 3, 1, 2) for x in inputs]
+    return list(inputs)

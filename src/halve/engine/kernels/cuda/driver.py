@@ -92,11 +92,11 @@ class Kernel:
         wanted: dict[int, tuple[int, ...]] = {}
         if cluster > 1:
             wanted[_CLUSTER_DIMENSION] = (cluster, 1, 1)
-        if self._can_depend and torch.cuda.is_current_stream_capturing():
-            wanted[_PROGRAMMATIC_STREAM_SERIALIZATION] = (1,)
-        attributes = (_Attribute * 2)(*(_Attribute(i, 0, (ctypes.c_int * 16)(*v)) for i, v in wanted.items()))
-        with torch.cuda.device(self.device):
+        with torch.cuda.device(self.device):  # another device may be current
             _enter_context(self.device)
+            if self._can_depend and torch.cuda.is_current_stream_capturing():
+                wanted[_PROGRAMMATIC_STREAM_SERIALIZATION] = (1,)
+            attributes = (_Attribute * 2)(*(_Attribute(i, 0, (ctypes.c_int * 16)(*v)) for i, v in wanted.items()))
             config = _Config(
                 *(*grid, 1, threads, 1, 1, self.shared_bytes),
                 torch.cuda.current_stream().cuda_stream,

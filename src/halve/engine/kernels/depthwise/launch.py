@@ -131,10 +131,6 @@ def run(operands: Operands, convolution: Convolution, tile: str) -> Tensor:
     out = torch.empty((images, channels, out_height, out_width), dtype=x.dtype, device=x.device, memory_format=_NHWC)
     if not out.numel():
         return out
-    if images * max(height * width, out_height * out_width) >= 1 << 31:
-        raise EngineError(
-            f"{images} images of {height} x {width} pixels are too many for one launch: use a smaller batch"
-        )
     variant = Variant(convolution, x.dtype, operands.residual is not None, tile)
     options = variant.options()
     vector, columns, _ = tiles(convolution)[tile]

@@ -22,6 +22,8 @@ from halve.engine.operations import Convolution, Linear, Operation, Tensors
 
 
 class _Mma(ConvolutionFamily):
+    max_pixels = (1 << 28) - 1  # conv.cu takes row -2^28 for one that is outside of any image
+
     @property
     def version(self) -> str:
         return launch.version()

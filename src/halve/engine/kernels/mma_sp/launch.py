@@ -170,10 +170,6 @@ def run(operands: Operands, convolution: Convolution, tile: str) -> Tensor:
     pixels = images * out_height * out_width
     if not pixels:
         return out
-    if max(pixels, images * height * width) >= 1 << 28:
-        raise EngineError(
-            f"{images} images of {height} x {width} pixels are too many for one launch: use a smaller batch"
-        )
     variant = Variant(metadata is not None, x.dtype, channels, convolution.activation, tile)
     kernel = _kernel(variant.options(), x.device.index, TILES[tile].shared_bytes)
     shape = _Shape(

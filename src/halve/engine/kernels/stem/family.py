@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from halve.engine.kernels.cuda import wgmma
+from halve.engine.kernels.cuda.convolution import check_aligned
 from halve.engine.kernels.kernel import KernelFamily, Layout, Piece
 from halve.engine.kernels.stem import launch
 from halve.engine.kernels.stem.packing import SHAPE, pack, unpack
@@ -57,6 +58,7 @@ class Stem(KernelFamily):
             raise EngineError(
                 f"the bias must be {operation.rows} values in float32, got {bias.numel()} in {bias.dtype}"
             )
+        check_aligned("weight", weight)
         if not x.is_contiguous(memory_format=torch.channels_last):
             x = x.contiguous()
         x = x if x.data_ptr() % 16 == 0 else x.clone(memory_format=torch.preserve_format)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from halve.engine.kernels.cuda import driver, wgmma
-from halve.engine.kernels.cuda.convolution import ConvolutionFamily, as_convolution, as_image
+from halve.engine.kernels.cuda.convolution import ConvolutionFamily, as_convolution, as_images
 from halve.engine.kernels.kernel import Piece
 from halve.engine.kernels.wgmma_sp import launch
 from halve.engine.kernels.wgmma_sp.packing import pack, pack_dense, packed_shape, unpack, unpack_dense
@@ -46,14 +46,15 @@ class _Wgmma(ConvolutionFamily):
         return {"blocks": packed_shape(convolution, self.sparse)}
 
     def fits(self, inputs: Sequence[Tensor], operation: Operation, variant: str) -> bool:
-        return self._tiling(_images(inputs, operation), operation, variant) is not None
+        tiling = self._tiling(as_images(inputs, operation), operation, variant)
+        return tiling is not None and super().fits(inputs, operation, variant)
 
     def promising(self, inputs: Sequence[Tensor], operation: Operation, variants: Sequence[str]) -> Sequence[str]:
-        images, convolution = _images(inputs, operation), as_convolution(operation)
+        images, convolution = as_images(inputs, operation), as_convolution(operation)
         return launch.worth_timing(images[0], convolution, variants, sparse=self.sparse, residual=len(images) > 1)
 
     def compilation(self, inputs: Sequence[Tensor], operation: Operation, variant: str) -> partial[Any] | None:
-        images = _images(inputs, operation)
+        images = as_images(inputs, operation)
         plan, convolution = self._tiling(images, operation, variant), as_convolution(operation)
         if plan is None:
             return None
@@ -67,15 +68,12 @@ class _Wgmma(ConvolutionFamily):
 
     def launch(self, inputs: Sequence[Tensor], packed: Tensors, convolution: Convolution, variant: str) -> Tensor:
         residual = inputs[1] if len(inputs) > 1 else None
-        plan = self._tiling(inputs, convolution, variant)
-        if plan is None:  # images of this size do not fit into the tile: rare, as plans are made for known sizes
+        added = residual is not None
+        plan = launch.usable(inputs[0], convolution, variant, sparse=self.sparse, residual=added)
+        if plan is None:  # such as images whose rows are longer than any tile
             return self.reference(inputs, packed, convolution)
         operands = launch.Operands(inputs[0], packed["blocks"], packed.get("bias"), packed.get("scale"), residual)
         return launch.run(operands, convolution, plan, self.sparse)
-
-
-def _images(inputs: Sequence[Tensor], operation: Operation) -> list[Tensor]:
-    return [as_image(x) if isinstance(operation, Linear) else x for x in inputs]
 
 
 class WgmmaSparse(_Wgmma):

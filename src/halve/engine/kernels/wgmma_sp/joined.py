@@ -76,7 +76,9 @@ class _Joined(TwoLayerFamily):
     def run(self, inputs: Sequence[Tensor], packed: Tensors, operation: Operation, variant: str) -> Tensor:
         joined = _joined(operation)
         self._check(inputs, packed, joined)
-        plan = self._tiling(inputs, joined, variant) if inputs[0].is_cuda else None
+        plan, first = None, inputs[0]
+        if first.is_cuda and first.numel():
+            plan = launch.usable(first, joined.convolution, variant, sparse=self.sparse, shortcut=_shortcut(joined))
         if plan is None:
             result = joined.reference(inputs, _in_dtype(self.unpack(operation, packed)))
             return result.contiguous(memory_format=torch.channels_last)

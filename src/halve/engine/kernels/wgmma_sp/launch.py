@@ -13,7 +13,7 @@ from halve.engine.kernels.cuda import driver, jit
 from halve.engine.kernels.cuda.tensor_map import TensorMap, tensor_map
 from halve.engine.kernels.cuda.wgmma import multiply_source
 from halve.engine.kernels.wgmma_sp.packing import SIDE
-from halve.engine.kernels.wgmma_sp.promising import Problem, promising
+from halve.engine.kernels.wgmma_sp.promising import Problem, fastest, promising
 from halve.engine.kernels.wgmma_sp.tiling import MAX_TAPS, TILES, Shortcut, Tiling, tiling
 from halve.engine.operations import Convolution
 
@@ -126,6 +126,34 @@ def fitting(
     size = (x.shape[0], x.shape[2], x.shape[3])
     processors = driver.processors(x.device.index)
     return _fitting(convolution, size, tile, sparse, residual, processors, shortcut, next_rows)
+
+
+def usable(
+    x: Tensor,
+    convolution: Convolution,
+    tile: str,
+    *,
+    sparse: bool,
+    residual: bool = False,
+    shortcut: Shortcut | None = None,
+) -> Tiling | None:
+    """The tiling to run an input in; None if it fits into no tile. Arguments are those of `fitting`.
+
+    Inputs of sizes that were not planned may not fit into the planned tile. They run in the one that is probably the
+    fastest of those that they fit into.
+    """
+    found = fitting(x, convolution, tile, sparse=sparse, residual=residual, shortcut=shortcut)
+    if found is not None:
+        return found
+    size = (x.shape[0], x.shape[2], x.shape[3])
+    return _fastest(Problem(convolution, size, sparse, residual, driver.processors(x.device.index), shortcut))
+
+
+@functools.lru_cache(4096)
+def _fastest(problem: Problem) -> Tiling | None:
+    convolution, size, sparse, residual, processors, shortcut = problem
+    found = (_fitting(convolution, size, tile, sparse, residual, processors, shortcut, 0) for tile in TILES)
+    return fastest((plan for plan in found if plan is not None), problem)
 
 
 def worth_timing(

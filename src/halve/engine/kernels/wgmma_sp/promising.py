@@ -6,7 +6,7 @@ layers that they were not fitted to, by benchmarks/fit_tiles.py.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -64,6 +64,11 @@ def promising(plans: Mapping[str, Tiling], problem: Problem, costs: Costs | None
     estimates = {name: estimated_us(plan, problem, costs) for name, plan in plans.items() if plan.tile not in unrolled}
     best = sorted(estimates, key=estimates.__getitem__)[:MAX_TILES]
     return [name for name in estimates if name in best and estimates[name] <= MARGIN * estimates[best[0]]]
+
+
+def fastest(plans: Iterable[Tiling], problem: Problem) -> Tiling | None:
+    """The tiling with the best estimate; None if there is none."""
+    return min(plans, key=lambda plan: estimated_us(plan, problem), default=None)
 
 
 def estimated_us(plan: Tiling, problem: Problem, costs: Costs | None = None) -> float:

@@ -6,6 +6,7 @@ import torch
 from torch import Tensor
 
 from halve.engine.kernels.cuda import wgmma
+from halve.engine.kernels.cuda.convolution import check_aligned
 from halve.engine.kernels.kernel import KernelFamily, Layout
 from halve.engine.kernels.wgmma_sp import launch
 from halve.engine.operations import Tensors
@@ -61,6 +62,8 @@ def check_packed(
             raise EngineError(f"{name} must be contiguous with shape {shape}, got {tuple(tensor.shape)}")
         if len({x.dtype, second.dtype, tensor.dtype}) > 1 or len({x.device, second.device, tensor.device}) > 1:
             raise EngineError("the inputs and the weights must have one dtype and one device: convert the inputs")
+        if x.is_cuda:
+            check_aligned(name, tensor)
     for name, rows in biases.items():
         bias = packed.get(name)
         if bias is None:
