@@ -1,7 +1,7 @@
 """The runs of certify.py: statements by name."""
 
 from certify_flips import Flips
-from certify_statements import Agreement, JointAgreement, Lemma4, Region, Reuse, Statement
+from certify_statements import Agreement, JointAgreement, Lemmas, Region, Reuse, Statement
 
 STAGE_3 = ("layer3.*", "linear")
 LAST_BLOCK = ("layer4.2.*", "fc")
@@ -16,8 +16,7 @@ RUNS: dict[str, Statement] = {
     **{f"resnet20_region_{k}": Region("cifar_resnet20", k / 255, 20, gap=0.25) for k in (0.0625, 0.125, 0.25)},
     **{f"resnet50_last_{u}": Reuse("resnet50_v1", u, 20, LAST_BLOCK) for u in (1e-4, 1e-3)},
     **{
-        f"{name}_lemma_4": Lemma4(name, None, 10, method="norms")
-        for name in ("digits", "cifar_resnet20", "resnet50_v1")
+        f"{name}_lemmas": Lemmas(name, 1e-4, 10, method="norms") for name in ("digits", "cifar_resnet20", "resnet50_v1")
     },
     "digits_agreement": Agreement("digits", None, 50, method="attack"),
     **{f"digits_agreement_{u}": JointAgreement("digits", u, 12) for u in (1e-3, 3e-3, 6e-3)},

@@ -16,7 +16,7 @@ from halve.certify.attack import attack_agreement, attack_input, attack_lead, at
 from halve.certify.changes import WeightBox
 from halve.certify.crown import STEPS_INSIDE, Bounds, OutOfTime
 from halve.certify.joint import proven_lead, shared_updates
-from halve.certify.lemmas import norm
+from halve.certify.lemmas import lemma_3, norm
 from halve.certify.margins import proven_margins
 from halve.certify.operators import Layer, Linear
 from halve.certify.region import box
@@ -217,38 +217,62 @@ class Reuse(KeepsClass):
         return attack_weights(pair.models[name], image, label, radii)
 
 
-class Lemma4(OfImages):
-    """The telescoped sum of lemma 4 on the graph of a network, with norms of the layers, next to the margin."""
+class Lemmas(OfImages):
+    """The paper's lemmas on the graph of a network with residual connections: products and sums of norms.
 
-    name, disagreeing = "lemma 4", True
+    Lemmas 1 and 2 bound how much the scores of the dense and of the masked network change for a change of the input by
+    1; lemma 3 says which share of the norm of a layer any legal mask removes at most; lemmas 4 to 6 bound how much the
+    scores change by these masks, by any legal ones, and by these masks with updates of the given size.
+    """
+
+    name, disagreeing = "lemmas", True
 
     def prove(self, pair: Pair, images: Tensor) -> list[Outcome]:
-        return [self._bound(pair, image) for image in images]
+        return [self._bounds(pair, image) for image in images]
 
-    def _bound(self, pair: Pair, image: Tensor) -> Outcome:
+    def _bounds(self, pair: Pair, image: Tensor) -> Outcome:
         scores = pair.models["dense"](image[None])[0]
-        margin = float(margin_of(scores, int(scores.argmax())))
-        values, change = [image[None]], [0.0]
+        found: Outcome = {"agree": True, "margin": float(margin_of(scores, int(scores.argmax())))}
+        masks, units, u = pair.subject.masks, pair.units["dense"], self.size or 0.0
+        values, bounds = (
+            [image[None]],
+            [{"lemma 1": 1.0, "lemma 2": 1.0, "lemma 4": 0.0, "lemma 5": 0.0, "lemma 6": 0.0}],
+        )
+        removable = []
         nodes = zip(pair.network("masked").nodes[1:], pair.network("dense").nodes[1:], strict=True)
         for masked, dense in nodes:
             inputs = [values[i] for i in dense.inputs]
             assert dense.operator is not None
             assert masked.operator is not None
             values.append(dense.operator.value(inputs))
-            total = sum(change[i] for i in dense.inputs)  # sums add up; ReLU and pooling do not increase it
+            # sums add up; ReLU and pooling increase nothing
+            total = {name: sum(bounds[i][name] for i in dense.inputs) for name in bounds[0]}
             if isinstance(masked.operator, Layer) and isinstance(dense.operator, Layer):
-                removed = norm(masked.operator.weight - dense.operator.weight) * float(inputs[0].abs().max())
-                total = norm(masked.operator.weight) * total + removed
+                layer, size = dense.operator.name, float(inputs[0].abs().max())
+                before, after = norm(dense.operator.weight), norm(masked.operator.weight)
+                removed = norm(masked.operator.weight - dense.operator.weight)
+                most = lemma_3(dense.operator.weight, masks[layer]) if layer in masks else 0.0
+                moved = u * norm(units[layer] * (masked.operator.weight != 0))
+                removable += [most / before] if layer in masks else []
+                total = {
+                    "lemma 1": before * total["lemma 1"],
+                    "lemma 2": (before + removed) * total["lemma 2"],
+                    "lemma 4": after * total["lemma 4"] + removed * size,
+                    "lemma 5": before * total["lemma 5"] + most * size,
+                    "lemma 6": (after + moved) * total["lemma 6"] + (removed + moved) * size,
+                }
             elif isinstance(masked.operator, Linear) and masked.operator.terms:
                 gain = float(masked.operator.apply_absolute(torch.ones_like(inputs[0])).max())
                 moved = float((masked.operator.value(inputs) - values[-1]).abs().max())  # recalibrated statistics
-                total = gain * total + moved
-            change.append(total)
-        return {"agree": True, "bound": change[-1], "margin": margin}
+                total = {name: gain * one + (moved if name > "lemma 2" else 0.0) for name, one in total.items()}
+            bounds.append(total)
+        return found | bounds[-1] | {"lemma 3": _median(removable)}
 
     def summary(self, found: list[Outcome]) -> dict[str, Any]:
-        bound, margin = (_median([one[key] for one in found]) for key in ("bound", "margin"))
-        return {"n": len(found), "median_bound": bound, "median_margin": margin}
+        keys = ("margin", *(f"lemma {number}" for number in range(1, 7)))
+        return {"n": len(found)} | {
+            f"median_{key.replace(' ', '_')}": _median([one[key] for one in found]) for key in keys
+        }
 
 
 class Agreement(OfImages):

@@ -191,7 +191,7 @@ def test_a_run_continues_under_the_same_conditions_only(experiment, subjects, mo
     assert (attacked["attacks"], attacked["image_seconds"]) == (20, None)
 
 
-@pytest.mark.parametrize("run", ["digits_agreement", "digits_agreement_0.001", "digits_lemma_4", "resnet20_flips"])
+@pytest.mark.parametrize("run", ["digits_agreement", "digits_agreement_0.001", "digits_lemmas", "resnet20_flips"])
 def test_only_proofs_of_regions_and_updates_are_attacked_afterwards(experiment, subjects, monkeypatch, capsys, run):
     with pytest.raises(SystemExit):
         certified(experiment, monkeypatch, subjects, "--run", run, "--attack")
