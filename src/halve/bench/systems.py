@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from halve.bench.onnx_runtimes import Run, onnxruntime_call, openvino_call
 from halve.bench.semi_structured import replace_layers_
+from halve.engine import inductor
 from halve.engine.compiled import CUDA_GRAPH, INDUCTOR, JOINS, SPARSE, Compiled
 from halve.engine.kernels.kernel import Kernel
 from halve.engine.kernels.registry import family_of
@@ -100,6 +101,7 @@ def _compile_freezing(case: Case) -> Prepared:
 
 
 def _torch_compile(case: Case, **options: Any) -> Prepared:
+    inductor.load()
     model = copy.deepcopy(case.masked)
     fast = torch.compile(model, dynamic=False, **options)
 
