@@ -30,6 +30,7 @@ class Case:
     compiled: Callable[[], Compiled]
     unmasked: Callable[[], Compiled]  # compiled without masks
     eager: Callable[[bool, torch.dtype], nn.Module]  # the model with masks (True) or without, in a dtype
+    dtype: torch.dtype  # what is computed in; the inputs may all be integers
 
     @property
     def batch(self) -> int:
