@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import json
+import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -408,6 +409,26 @@ def test_one_of_two_processes_is_killed_after_some_batches(experiment, monkeypat
     assert (next(dying), next(dying), killed) == (1, 2, [])
     next(dying)
     assert len(killed) == 1
+
+
+def test_processes_learn_again_if_an_option_changes_or_a_file_is_missing(experiment, tmp_path, monkeypatch):
+    module, started = experiment("processes"), []
+
+    def start(options, processes, seed, name, more=()):
+        started.append(name)
+        for rank in range(processes):
+            module.facts_file(options, name, rank).write_text('{"seconds": 1.0}')
+        return subprocess.CompletedProcess([], 0)
+
+    monkeypatch.setattr(module, "start", start)
+    monkeypatch.setattr(module, "saved", lambda options, name, processes: [name] * processes)
+    given = {"network": "resnet50_v1", "steps": 120, "images": 32, "size": 112, "work": tmp_path}
+    for changed in ({}, {}, {"network": "cifar_resnet20"}, {"steps": 60}, {"images": 16}, {"size": 96}):
+        module.learned(argparse.Namespace(**given | changed), 2, 0)
+    assert len(started) == len(set(started)) == 5
+    module.facts_file(argparse.Namespace(**given), started[0], 1).unlink()
+    module.learned(argparse.Namespace(**given), 2, 0)
+    assert started[-1] == started[0]
 
 
 def budget(images, method, agreement, device="cpu", **more):
