@@ -355,9 +355,37 @@ def test_the_table_of_a_cpu_appears_with_its_records(experiment, accuracies):
     assert tables.accuracy_cpu() == ""
     accuracy.write(accuracies, [accuracy_of(seed, value, device="cpu") for seed, value in ((0, 0.71), (1, 0.75))])
     [shown] = tables.accuracy_cpu().splitlines()[2:]
-    what = "| ResNet-20, CIFAR-10 test | 5 | 1,440 to 1,441 | 73.00 (71.00 to 75.00) | 90.00 |"
+    what = "| ResNet-20, CIFAR-10 test | halve | 5 | 1,440 to 1,441 | 73.00 (71.00 to 75.00) | 90.00 |"
     assert shown == f"{what} a machine, torch 2, today |"
     assert tables.accuracy() == gpu
+
+
+def test_the_table_of_a_cpu_names_the_method(experiment, accuracies):
+    accuracy, tables = experiment("accuracy"), experiment("tables")
+    by_epochs = {"settings": {"minutes": None, "steps_done": 1759}}
+    records = [
+        accuracy_of(0, value, method, device="cpu") for method, value in (("halve_norms", 0.75), ("halve", 0.71))
+    ]
+    records += [accuracy_of(0, 0.6, "paper_tuned", device="cpu", **by_epochs), accuracy_of(0, 0.5, "magnitude")]
+    accuracy.write(accuracies, records)
+    shown = [line.split(" | ")[1:5] for line in tables.accuracy_cpu().splitlines()[2:]]
+    assert shown == [
+        ["the same at its best", "", "1,759", "60.00"],
+        ["halve", "5", "1,440", "71.00"],
+        ["halve, norms learned", "5", "1,440", "75.00"],
+    ]
+
+
+def test_the_table_of_plans_shows_the_range_over_all_seeds(experiment, accuracies):
+    accuracy, tables = experiment("accuracy"), experiment("tables")
+    settings = {"steps_done": 2500, "batch": 128, "size": 160}
+    about = {"plan": "H200, float16, batch 256, 12ab", "dense_ms": 6.0, "unmasked_ms": 4.0, "seconds": 60.0}
+    about |= {"settings": settings}
+    shares = ((0, 0.5, 3.0), (1, 0.6, 2.5))
+    records = [accuracy_of(seed, 0.7, "halve_plan", masked_share=share, ms=ms, **about) for seed, share, ms in shares]
+    accuracy.write(accuracies, records)
+    [row] = tables.plans().splitlines()[2:]
+    assert row.split(" | ")[1:6] == ["50 to 60", "6.00", "4.00", "2.50 to 3.00", "2.00 to 2.40x"]
 
 
 def test_what_is_run_needs_assets_and_a_network(experiment, monkeypatch, capsys):
