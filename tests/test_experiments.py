@@ -15,6 +15,7 @@ from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.segmentation.fcn import FCNHead
 
 import halve
+from halve.select.speed_plan import LayerSpeed, SpeedPlan
 from tests.detectors import Backbone, lively
 
 ROOT = Path(__file__).parent.parent
@@ -408,6 +409,29 @@ def test_a_target_of_95_percent_is_one_of_the_gain_that_masks_bring(experiment):
     assert accuracy.planned_options(None, "halve_plan_95") == accuracy.planned_options(Plan(), "halve") == {}
     assert accuracy.planned_options(Plan(), "halve_plan").keys() == {"plan"}
     assert accuracy.planned_options(Plan(), "halve_plan_95_norms")["min_speedup"] == pytest.approx(0.95 * 1.6)
+
+
+@pytest.mark.parametrize(
+    ("sparse_ms", "says"), [(3.0, None), (3.9, "1.46 x needs no masks"), (0.1, "57.00 x is out of reach")]
+)
+def test_a_share_of_the_speed_up_that_masks_do_not_bring_or_exceed_is_no_target(experiment, sparse_ms, says):
+    small = {f"small.{i}": LayerSpeed((64, 64, 3, 3), "", 0.2, 0.1) for i in range(4)}
+    layers = small | {"large": LayerSpeed((2048, 512, 1, 1), "", 0.1, 0.085)}
+    plan = SpeedPlan(layers, "NVIDIA H200", "float16", 8, (3, 8, 8), 6.0, 4.0, sparse_ms)
+    assert experiment("accuracy").without_target(plan) == says
+
+
+def test_masks_are_judged_by_images_that_they_are_not_learned_from(experiment):
+    accuracy = experiment("accuracy")
+    network = accuracy.NETWORKS["cifar_resnet20"]._replace(batch=64)
+    pixels = torch.arange(200, dtype=torch.uint8).reshape(-1, 1, 1, 1).expand(-1, 3, 8, 8)
+    everything = accuracy.Pictures(pixels, torch.arange(200), network, seed=3)
+    train, rest = accuracy.validated(everything, 3)
+    assert (len(train.labels), len(rest.labels), train.seed, rest.seed) == (190, 10, 3, None)
+    learned = {int(label) for _ in range(5) for _, labels in train for label in labels}
+    assert not learned & {int(label) for _, labels in rest for label in labels}
+    few = everything.part(torch.arange(50), 3)
+    assert accuracy.validated(few, 3) == (few, None)
 
 
 def of_processes(count, seed, kl, **more):
