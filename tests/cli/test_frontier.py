@@ -85,10 +85,11 @@ def test_an_error_keeps_the_points_that_are_finished(halve, folder, command, mon
     assert (folder / "net.frontier.svg").exists()
 
 
-def test_the_table_says_how_sure_the_agreement_is_and_a_log_which_point_is_learned(halve, command):
+def test_the_table_says_how_sure_the_agreement_is_and_a_log_which_point_is_learned(halve, folder, command):
     result = halve(*command)
     assert "agreement on 8 images" in result.out
     assert "95 % interval" in result.out
+    assert "net: agreement on 8 images, against time" in (folder / "net.frontier.svg").read_text()
     lines = result.err.splitlines()
     assert any(line.startswith("point 1 of 2: step 4 of 4: ") for line in lines)
     assert any(line.startswith("point 2 of 2: step 1 of 1: ") for line in lines)

@@ -25,9 +25,9 @@ from halve.masks.storage import write_atomically
 from halve.select.speed_plan import load_plan
 
 MARK = "frontier"  # recipe entry of the masks that this command writes
-_OPTIONS = {"permute", "permute_seconds", "validation", "fallback", "norms", "precision"}  # those of halve.learn
+_OPTIONS = {"permute", "permute_seconds", "fallback", "norms", "precision"}  # those of halve.learn
 _HINTS = typing.get_type_hints(halve.learn) | typing.get_type_hints(LearnOptions)
-_NOTES = {"validation": "Named as --data is.", "fallback": "Only the first point is compared with one-shot masks."}
+_NOTES = {"fallback": "Only the first point is compared with one-shot masks."}
 
 
 @with_options(derived(halve.learn, _HINTS, documented(halve.learn).keys() - _OPTIONS, _NOTES), after="steps")
@@ -45,6 +45,12 @@ def frontier(
         float | None, typer.Option(min=0, help="Time for the first point; each other one takes a quarter (default: 2).")
     ] = None,
     steps: Annotated[int | None, typer.Option(min=1, help="Optimizer steps instead of minutes.")] = None,
+    validation: Annotated[
+        str | None,
+        typer.Option(
+            help="Images to measure agreement on, named as --data is; by default some of --data are held back."
+        ),
+    ] = None,
     include: o.Include = None,
     exclude: o.Exclude = None,
     also: o.Also = None,
@@ -74,7 +80,7 @@ def frontier(
     """
     start = name or o.default_masks_path(model, weights)
     start = start.with_name(start.name.removesuffix(SUFFIX))
-    inputs = reads(MODEL=model, weights=weights, data=data, plan=plan, validation=given["validation"])
+    inputs = reads(MODEL=model, weights=weights, data=data, plan=plan, validation=validation)
     files = _Files(context, start, points, inputs, model, force)
     opened = o.open_model(model, weights, device, size, resize, mean, std)
     reading: dict[str, Any] = {"batch": batch, "workers": workers, "loader": loader, "relabel": True}
@@ -82,8 +88,8 @@ def frontier(
     given |= {"minutes": minutes, "steps": steps, "target": target, "seed": seed}
     given |= {"include": include, "exclude": exclude, "also": also}
     options = {key: value for key, value in given.items() if value not in (None, [])}
-    if "validation" in options:
-        options["validation"] = opened.data(options["validation"], **reading).loader
+    if validation is not None:
+        options["validation"] = opened.data(validation, **reading).loader
     speeds = load_plan(plan)
     made: list[Point] = []
 
@@ -154,7 +160,7 @@ class _Files:
                 if old != path:
                     old.unlink(missing_ok=True)
         self.written.append(path)
-        drawn = picture(frontier, f"{self._model}: agreement with the dense network, against time")
+        drawn = picture(frontier, f"{self._model}: {frontier.measured_on}, against time")
         self._plot.write(lambda to: write_atomically(to, drawn.encode()))
 
     def _path(self, number: int) -> Path:
