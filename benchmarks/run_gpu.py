@@ -6,7 +6,8 @@
 Jobs that time something run alone, one after the other in the order given; then all others side by side. Each has a log
 in WORK, and what it measures is there, too. At the end of the time limit, all that still run are stopped. With --pack,
 WORK is packed into that file every few seconds, so that nothing is lost with the machine, but for files larger than
-LARGEST, such as checkpoints. The times of bench that WORK has are not measured again.
+LARGEST, such as checkpoints: left_out.txt in it lists these with their bytes. The times of bench that WORK has are not
+measured again.
 
 ASSETS has the layout of experiments/accuracy.py, SUBJECTS that of experiments/certify.py.
 """
@@ -27,6 +28,7 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 PACK_SECONDS, STOP_SECONDS = 15.0, 8.0
 LARGEST = 12_000_000  # bytes
+LEFT_OUT = "left_out.txt"
 PYTEST = "-m pytest -m gpu -p no:cacheprovider -p no:benchmark -o addopts=--import-mode=importlib"
 NETWORKS = (
     "densenet121 efficientnet_v2_s swin_t regnet_y_8gf convnext_small efficientnet_b0 mobilenet_v3_large vit_b_16 "
@@ -147,22 +149,29 @@ def start(name: str, job: Job, options: argparse.Namespace, left: float) -> Runn
     return Running(name, process, time.monotonic())
 
 
+def add(archive: tarfile.TarFile, name: str, content: bytes) -> None:
+    entry = tarfile.TarInfo(name)
+    entry.size = len(content)
+    archive.addfile(entry, io.BytesIO(content))
+
+
 def pack(work: Path, into: Path | None) -> None:
     """Pack the results, of which some may just be written."""
     if into is None:
         return
-    unfinished = into.with_suffix(".new")
+    unfinished, left_out = into.with_suffix(".new"), list[str]()
     with tarfile.open(unfinished, "w:gz", compresslevel=1) as archive:
         for path in sorted(path for path in work.rglob("*") if path.is_file() and path.suffix != ".lock"):
             try:
-                if path.stat().st_size > LARGEST:
+                if (size := path.stat().st_size) > LARGEST:
+                    left_out.append(f"{path.relative_to(work)} {size}\n")
                     continue
                 content = path.read_bytes()
             except FileNotFoundError:  # files are renamed when they are complete
                 continue
-            entry = tarfile.TarInfo(str(path.relative_to(work)))
-            entry.size = len(content)
-            archive.addfile(entry, io.BytesIO(content))
+            add(archive, str(path.relative_to(work)), content)
+        if left_out:
+            add(archive, LEFT_OUT, "".join(left_out).encode())
     unfinished.replace(into)
 
 

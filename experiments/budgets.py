@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from accuracy import NETWORKS, Pictures, load, update
+from accuracy import NETWORKS, Pictures, load, update, validated
 from screen import held_back, measured, recorded
 
 import halve
@@ -96,10 +96,10 @@ def main() -> None:
         if time.perf_counter() - started + 60 * minutes > options.seconds:
             print(f"no time for {minutes:g} minutes", flush=True)
             continue
-        train = everything.part(chosen, options.seed)
-        train.batch = min(batch, len(chosen))
+        train, validation = validated(everything.part(chosen, options.seed), options.seed)
+        train.batch = min(batch, len(train.labels))
         begun = time.perf_counter()
-        masks = halve.learn(model, train, minutes=minutes, seed=options.seed, progress=False)
+        masks = halve.learn(*(model, train), minutes=minutes, seed=options.seed, validation=validation, progress=False)
         facts = {name: masks.recipe[name] for name in ("steps_done", "quality")}
         note(key | facts | {"batch": train.batch}, masks, time.perf_counter() - begun)
 

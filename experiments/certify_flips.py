@@ -1,5 +1,6 @@
 """Flips over all test images, and the masks of the last stage of ResNet-50 that they are counted for."""
 
+import copy
 import itertools
 import time
 from dataclasses import dataclass
@@ -82,7 +83,8 @@ def last_stage_masks(model: Any, assets: Path, how: LastStageMasks) -> halve.Mas
     images = (batch[other[labels]].to(device) for batch, labels in data.loader)
     if how == "magnitude":
         return halve.recalibrate(model, halve.prune(model, include=["layer4.*"]), list(images))
-    trunk = nn.Sequential(*list(model.children())[:-3]).to(memory_format=torch.channels_last)  # not masked: run once
+    trunk = copy.deepcopy(nn.Sequential(*list(model.children())[:-3]))  # not masked: run once
+    trunk.to(memory_format=torch.channels_last)
     with torch.no_grad():
         inputs = torch.cat([trunk(some) for some in images])
     if how == "learned":

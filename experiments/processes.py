@@ -103,8 +103,8 @@ def main() -> None:
 
 def learned(options: argparse.Namespace, processes: int, seed: int) -> tuple[list[halve.MaskSet], dict[str, Any]]:
     """The masks that each of the processes returns, and how long the slowest took."""
-    name = f"{processes}_{seed}"
-    if not facts_file(options, name, 0).exists():
+    name = run_name(options, str(processes), seed)
+    if not all(facts_file(options, name, rank).exists() for rank in range(processes)):
         start(options, processes, seed, name).check_returncode()
     facts = [json.loads(facts_file(options, name, rank).read_text()) for rank in range(processes)]
     return saved(options, name, processes), {"seconds": max(fact["seconds"] for fact in facts)}
@@ -112,14 +112,14 @@ def learned(options: argparse.Namespace, processes: int, seed: int) -> tuple[lis
 
 def killed(options: argparse.Namespace) -> dict[str, Any]:
     """Kill one of two processes halfway, start both again, and compare their masks with those of a whole run."""
-    seed, name = options.seeds[0], f"{KILLED}_{options.seeds[0]}"
+    seed, name = options.seeds[0], run_name(options, KILLED, options.seeds[0])
     state_file(options, name).unlink(missing_ok=True)
     half = ["--batches", str(options.steps)]  # each step takes a batch for each process
     if start(options, 2, seed, name, half).returncode == 0:
         raise SystemExit("no process was killed")
     _, header, _ = storage.read(state_file(options, name), [FORMAT])
     start(options, 2, seed, name).check_returncode()
-    whole = saved(options, f"2_{seed}", 2)
+    whole = saved(options, run_name(options, "2", seed), 2)
     return {"resumed_from": header["step"], "same_masks": all(one == whole[0] for one in saved(options, name, 2))}
 
 
@@ -155,6 +155,15 @@ def learn(options: argparse.Namespace, model: torch.nn.Module, pictures: Picture
     facts_file(options, options.learn, rank).write_text(json.dumps(facts))
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def run_name(options: argparse.Namespace, which: str, seed: int) -> str:
+    """The name of a run in WORK: whatever its masks depend on.
+
+    >>> run_name(argparse.Namespace(network="resnet50_v1", steps=120, images=32, size=112), "2", 0)
+    '2_0_resnet50_v1_120_steps_32_images_112_px'
+    """
+    return f"{which}_{seed}_{options.network}_{options.steps}_steps_{options.images}_images_{options.size}_px"
 
 
 def saved(options: argparse.Namespace, name: str, processes: int) -> list[halve.MaskSet]:

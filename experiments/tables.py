@@ -138,19 +138,19 @@ def plans() -> str:
             found.setdefault((record["network"], record["method"]), []).append(record)
     rows = []
     for (network, method), records in found.items():
-        one = records[0]
-        times = (one["dense_ms"], one["unmasked_ms"], one["ms"])
-        settings = one["settings"]
+        settings = records[0]["settings"]
+        times = ([r[key] for r in records] for key in ("dense_ms", "unmasked_ms", "ms"))
+        measured = dict.fromkeys(f"{', '.join(r['plan'].split(', ')[:3])}, {r['date']}" for r in records)
         rows.append(
             [
                 f"{name_of(network)}, {METHODS[method].removeprefix('halve, ')}",
-                f"{100 * one['masked_share']:.0f}",
-                *(f"{ms:.2f}" for ms in times),
-                f"{times[0] / times[2]:.2f}x",
+                span([100 * r["masked_share"] for r in records], "{:.0f}"),
+                *map(span, times),
+                span([r["dense_ms"] / r["ms"] for r in records]) + "x",
                 span([r["settings"]["steps_done"] for r in records], "{:,}"),
                 f"{span([r['seconds'] for r in records], '{:.0f}')} s",
                 f"{settings['batch']} images of {settings['size']} px",
-                f"{', '.join(one['plan'].split(', ')[:3])}, {one['date']}",
+                "; ".join(measured),
             ]
         )
     heads = ["", "weights masked, %", "dense, ms", "compiled without masks", "with these masks", "over dense"]
@@ -159,18 +159,20 @@ def plans() -> str:
 
 def accuracy_cpu() -> str:
     """Learned masks on a CPU: mean over seeds, lowest and highest. Nothing if none were learned on one."""
-    runs: dict[tuple[str, str, float | None], list[dict[str, Any]]] = {}
-    for record in accuracies("cpu"):
-        if record["method"] == "halve" and record["metric"] == "top1":
-            key = (record["network"], record["data"], record["settings"]["minutes"])
+    runs: dict[tuple[str, str, str, float | None], list[dict[str, Any]]] = {}
+    methods = [method for method in METHODS if method not in ("dense", "magnitude", "magnitude_permuted")]
+    for record in sorted(accuracies("cpu"), key=lambda r: list(METHODS).index(r["method"])):
+        if record["method"] in methods and record["metric"] == "top1":
+            key = (record["network"], record["data"], record["method"], record["settings"]["minutes"])
             runs.setdefault(key, []).append(record)
     rows = []
-    for (network, data, minutes), found in runs.items():
+    for (network, data, method, minutes), found in sorted(runs.items(), key=lambda item: item[0][:2]):
         row, values = (network, data, "top1"), [100 * r["value"] for r in found]
         dense = percents(row, "dense", "cpu") or percents(row, "dense")
         rows.append(
             [
                 f"{name_of(network)}, {data}",
+                METHODS[method],
                 f"{minutes:g}" if minutes else "",
                 span([r["settings"]["steps_done"] for r in found], "{:,}"),
                 f"{statistics.mean(values):.2f}" + (f" ({span(values)})" if len(values) > 1 else ""),
@@ -178,7 +180,7 @@ def accuracy_cpu() -> str:
                 measured_on(found),
             ]
         )
-    heads = ["", "minutes", "steps", "top-1 of learned masks, %", "dense top-1, %", "measured on"]
+    heads = ["", "method", "minutes", "steps", "top-1 of learned masks, %", "dense top-1, %", "measured on"]
     return table(heads, rows) if rows else ""
 
 

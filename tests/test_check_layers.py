@@ -39,6 +39,21 @@ def test_a_wrong_kernel_is_found(script, monkeypatch, wrong):
     assert max(script.errors(linear(), [torch.randn(16, 32)], sparse=False).values()) > LIMIT
 
 
+@pytest.mark.parametrize("value", [0.0, 1e-30, float("nan")])
+def test_a_wrong_value_is_found_where_the_exact_one_is_zero(script, monkeypatch, value):
+    layer = Layer("fc", Linear(8, 32), {"weight": torch.cat([torch.zeros(1, 32), torch.randn(7, 32)])})
+    run = Dense.run
+
+    def wrong(*given):
+        result = run(*given)
+        result[:, 0] = value
+        return result
+
+    monkeypatch.setattr(Dense, "run", wrong)
+    [error] = script.errors(layer, [torch.randn(16, 32)], sparse=False).values()
+    assert (error < LIMIT) == (value == 0.0)
+
+
 @pytest.mark.filterwarnings("ignore:running dense:halve.errors.EngineWarning")
 def test_every_layer_of_a_network_is_checked(script):
     model = convnet()

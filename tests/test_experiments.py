@@ -3,6 +3,7 @@
 import argparse
 import importlib
 import json
+import subprocess
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from torchvision.models.detection.anchor_utils import AnchorGenerator
 from torchvision.models.segmentation.fcn import FCNHead
 
 import halve
+from halve.select.speed_plan import LayerSpeed, SpeedPlan
 from tests.detectors import Backbone, lively
 
 ROOT = Path(__file__).parent.parent
@@ -354,9 +356,37 @@ def test_the_table_of_a_cpu_appears_with_its_records(experiment, accuracies):
     assert tables.accuracy_cpu() == ""
     accuracy.write(accuracies, [accuracy_of(seed, value, device="cpu") for seed, value in ((0, 0.71), (1, 0.75))])
     [shown] = tables.accuracy_cpu().splitlines()[2:]
-    what = "| ResNet-20, CIFAR-10 test | 5 | 1,440 to 1,441 | 73.00 (71.00 to 75.00) | 90.00 |"
+    what = "| ResNet-20, CIFAR-10 test | halve | 5 | 1,440 to 1,441 | 73.00 (71.00 to 75.00) | 90.00 |"
     assert shown == f"{what} a machine, torch 2, today |"
     assert tables.accuracy() == gpu
+
+
+def test_the_table_of_a_cpu_names_the_method(experiment, accuracies):
+    accuracy, tables = experiment("accuracy"), experiment("tables")
+    by_epochs = {"settings": {"minutes": None, "steps_done": 1759}}
+    records = [
+        accuracy_of(0, value, method, device="cpu") for method, value in (("halve_norms", 0.75), ("halve", 0.71))
+    ]
+    records += [accuracy_of(0, 0.6, "paper_tuned", device="cpu", **by_epochs), accuracy_of(0, 0.5, "magnitude")]
+    accuracy.write(accuracies, records)
+    shown = [line.split(" | ")[1:5] for line in tables.accuracy_cpu().splitlines()[2:]]
+    assert shown == [
+        ["the same at its best", "", "1,759", "60.00"],
+        ["halve", "5", "1,440", "71.00"],
+        ["halve, norms learned", "5", "1,440", "75.00"],
+    ]
+
+
+def test_the_table_of_plans_shows_the_range_over_all_seeds(experiment, accuracies):
+    accuracy, tables = experiment("accuracy"), experiment("tables")
+    settings = {"steps_done": 2500, "batch": 128, "size": 160}
+    about = {"plan": "H200, float16, batch 256, 12ab", "dense_ms": 6.0, "unmasked_ms": 4.0, "seconds": 60.0}
+    about |= {"settings": settings}
+    shares = ((0, 0.5, 3.0), (1, 0.6, 2.5))
+    records = [accuracy_of(seed, 0.7, "halve_plan", masked_share=share, ms=ms, **about) for seed, share, ms in shares]
+    accuracy.write(accuracies, records)
+    [row] = tables.plans().splitlines()[2:]
+    assert row.split(" | ")[1:6] == ["50 to 60", "6.00", "4.00", "2.50 to 3.00", "2.00 to 2.40x"]
 
 
 def test_what_is_run_needs_assets_and_a_network(experiment, monkeypatch, capsys):
@@ -379,6 +409,29 @@ def test_a_target_of_95_percent_is_one_of_the_gain_that_masks_bring(experiment):
     assert accuracy.planned_options(None, "halve_plan_95") == accuracy.planned_options(Plan(), "halve") == {}
     assert accuracy.planned_options(Plan(), "halve_plan").keys() == {"plan"}
     assert accuracy.planned_options(Plan(), "halve_plan_95_norms")["min_speedup"] == pytest.approx(0.95 * 1.6)
+
+
+@pytest.mark.parametrize(
+    ("sparse_ms", "says"), [(3.0, None), (3.9, "1.46 x needs no masks"), (0.1, "57.00 x is out of reach")]
+)
+def test_a_share_of_the_speed_up_that_masks_do_not_bring_or_exceed_is_no_target(experiment, sparse_ms, says):
+    small = {f"small.{i}": LayerSpeed((64, 64, 3, 3), "", 0.2, 0.1) for i in range(4)}
+    layers = small | {"large": LayerSpeed((2048, 512, 1, 1), "", 0.1, 0.085)}
+    plan = SpeedPlan(layers, "NVIDIA H200", "float16", 8, (3, 8, 8), 6.0, 4.0, sparse_ms)
+    assert experiment("accuracy").without_target(plan) == says
+
+
+def test_masks_are_judged_by_images_that_they_are_not_learned_from(experiment):
+    accuracy = experiment("accuracy")
+    network = accuracy.NETWORKS["cifar_resnet20"]._replace(batch=64)
+    pixels = torch.arange(200, dtype=torch.uint8).reshape(-1, 1, 1, 1).expand(-1, 3, 8, 8)
+    everything = accuracy.Pictures(pixels, torch.arange(200), network, seed=3)
+    train, rest = accuracy.validated(everything, 3)
+    assert (len(train.labels), len(rest.labels), train.seed, rest.seed) == (190, 10, 3, None)
+    learned = {int(label) for _ in range(5) for _, labels in train for label in labels}
+    assert not learned & {int(label) for _, labels in rest for label in labels}
+    few = everything.part(torch.arange(50), 3)
+    assert accuracy.validated(few, 3) == (few, None)
 
 
 def of_processes(count, seed, kl, **more):
@@ -408,6 +461,26 @@ def test_one_of_two_processes_is_killed_after_some_batches(experiment, monkeypat
     assert (next(dying), next(dying), killed) == (1, 2, [])
     next(dying)
     assert len(killed) == 1
+
+
+def test_processes_learn_again_if_an_option_changes_or_a_file_is_missing(experiment, tmp_path, monkeypatch):
+    module, started = experiment("processes"), []
+
+    def start(options, processes, seed, name, more=()):
+        started.append(name)
+        for rank in range(processes):
+            module.facts_file(options, name, rank).write_text('{"seconds": 1.0}')
+        return subprocess.CompletedProcess([], 0)
+
+    monkeypatch.setattr(module, "start", start)
+    monkeypatch.setattr(module, "saved", lambda options, name, processes: [name] * processes)
+    given = {"network": "resnet50_v1", "steps": 120, "images": 32, "size": 112, "work": tmp_path}
+    for changed in ({}, {}, {"network": "cifar_resnet20"}, {"steps": 60}, {"images": 16}, {"size": 96}):
+        module.learned(argparse.Namespace(**given | changed), 2, 0)
+    assert len(started) == len(set(started)) == 5
+    module.facts_file(argparse.Namespace(**given), started[0], 1).unlink()
+    module.learned(argparse.Namespace(**given), 2, 0)
+    assert started[-1] == started[0]
 
 
 def budget(images, method, agreement, device="cpu", **more):

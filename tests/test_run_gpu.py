@@ -79,14 +79,15 @@ def test_files_that_are_gone_by_the_time_they_are_packed_are_left_out(options, m
         assert archive.getnames() == ["kept"]
 
 
-def test_large_files_are_left_out(options, monkeypatch):
+def test_large_files_are_left_out_and_listed(options, monkeypatch):
     options.work.mkdir()
     monkeypatch.setattr(run_gpu, "LARGEST", 10)
     for name, size in (("results.json", 10), ("weights.safetensors", 11)):
         (options.work / name).write_bytes(b"x" * size)
     run_gpu.pack(options.work, options.pack)
     with tarfile.open(options.pack) as archive:
-        assert archive.getnames() == ["results.json"]
+        assert archive.getnames() == ["results.json", "left_out.txt"]
+        assert archive.extractfile("left_out.txt").read() == b"weights.safetensors 11\n"
 
 
 def test_jobs_end_with_the_program_that_runs_them(options, tmp_path):

@@ -2,6 +2,7 @@
 
 import unicodedata
 from collections.abc import Iterable, Sequence
+from typing import Any
 
 # Control characters (escape sequences), formatting ones (bidirectional overrides), surrogates, other line breaks.
 _CONTROLS = ("Cc", "Cf", "Cs", "Zl", "Zp")
@@ -46,3 +47,13 @@ def formatted_bytes(count: int) -> str:
         if count >= scale:
             return f"{count / scale:.2f} {unit}"
     return f"{count} B"
+
+
+def interval(ends: Any) -> str:
+    """Format a confidence interval of a share, or a dash if there is none.
+
+    >>> interval((0.9, 0.975)), interval(None)
+    ('90.0-97.5 %', '-')
+    """
+    known = isinstance(ends, tuple | list) and len(ends) == 2 and all(isinstance(end, int | float) for end in ends)
+    return f"{100 * ends[0]:.1f}-{100 * ends[1]:.1f} %" if known else "-"

@@ -23,7 +23,7 @@ def case():
     def eager(with_masks, dtype):
         return (masked if with_masks else model).to(dtype)
 
-    return Case(masked, (images(2),), lambda: fast, lambda: unmasked, eager)
+    return Case(masked, (images(2),), lambda: fast, lambda: unmasked, eager, torch.float32)
 
 
 def test_a_case_knows_its_batch_and_its_device(case):

@@ -38,7 +38,11 @@ def test_a_plan_is_measured_saved_and_shown(halve, folder):
     plan = load_plan(folder / "plan.json")
     assert (plan.batch, plan.image, plan.device) == (2, (3, 16, 16), device_name(torch.device("cpu")))
     assert list(plan) == ["body", "point"]
-    assert "masks pay in 0 of 2 layers" in result.out
+    assert f"masks pay in {len(plan.paying)} of 2 layers" in result.out
+    for name in plan:
+        [row] = [line for line in result.out.splitlines() if line.startswith(name)]
+        assert row.rstrip().endswith(plan.answer(name))
+    assert "CUDA" not in result.err
     again = halve(
         "measure", "zoo.py:net", "--size", 16, "--batch", 1, "--seconds", 0.01, "--out", "plan.json", "--json"
     )

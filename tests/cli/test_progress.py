@@ -1,11 +1,19 @@
 import pytest
+from rich.console import Console
 
-from halve.cli import progress
+from halve.cli import progress, show
 from halve.learn.probe import Estimate
 from halve.learn.reporting import Report
 
 
-def test_progress_goes_to_standard_error_and_the_items_come_through(capsys):
+@pytest.fixture
+def watched(monkeypatch):
+    """Take standard error for a terminal."""
+    monkeypatch.setattr(progress, "is_watched", lambda: True)
+    monkeypatch.setattr(show, "ERR", Console(stderr=True, force_terminal=True, color_system=None, width=120))
+
+
+def test_progress_goes_to_standard_error_and_the_items_come_through(capsys, watched):
     assert list(progress.track([1, 2, 3], "images")) == [1, 2, 3]
     assert list(progress.track(iter([1, 2]), "batches")) == [1, 2]
     shown = capsys.readouterr()
@@ -15,6 +23,18 @@ def test_progress_goes_to_standard_error_and_the_items_come_through(capsys):
     assert "batches" in shown.err
 
 
+def test_a_log_gets_no_bars(capsys, monkeypatch):
+    monkeypatch.setenv("FORCE_COLOR", "1")  # asks for colours, and rich takes it for a terminal
+    assert list(progress.track([1, 2, 3], "images")) == [1, 2, 3]
+    started = (item for item in progress.track([1, 2, 3], "layers"))
+    assert next(started) == 1
+    started.close()
+    assert capsys.readouterr() == ("", "")
+    with progress.Learning() as bar:
+        bar(report(1))
+    assert "━" not in capsys.readouterr().err
+
+
 def test_an_error_inside_progress_passes_through(capsys):
     inverses = (1 / item for item in progress.track([1, 0], "images"))
     assert next(inverses) == 1
@@ -22,9 +42,9 @@ def test_an_error_inside_progress_passes_through(capsys):
         next(inverses)
 
 
-def test_the_rate_of_finished_work_is_not_zero(capsys):
+def test_the_rate_of_finished_work_is_not_zero(capsys, watched):
     list(progress.track([1], "images"))
-    assert " 0.0/s" not in capsys.readouterr().err
+    assert "1/1 0.0/s" not in capsys.readouterr().err
 
 
 def report(step):
@@ -48,3 +68,22 @@ def test_a_budget_in_minutes_has_no_number_of_steps(capsys):
     with progress.Learning() as bar:
         bar(Estimate(0.5, 60.0, 1000, None))
     assert capsys.readouterr().err.startswith("about 1 min 0 s (0.50 s per step)")
+
+
+def test_runs_that_follow_each_other_say_which_one_it_is(capsys):
+    with progress.Learning() as bar:
+        for number in (1, 2):
+            bar.begin(f"point {number} of 2")
+            bar(Estimate(0.5, 20.0, 2_000_000_000, 40))
+            bar(report(1))
+    lines = [line.rpartition(":")[0] for line in capsys.readouterr().err.splitlines()]
+    assert lines == ["point 1 of 2", "point 1 of 2: step 1 of 40", "point 2 of 2", "point 2 of 2: step 1 of 40"]
+
+
+def test_a_bar_says_which_run_it_shows(capsys, watched):
+    with progress.Learning() as bar:
+        bar.begin("point 2 of 5")
+        bar(report(7))
+    shown = capsys.readouterr().err
+    assert "point 2 of 5: learning" in shown
+    assert "7/40" in shown

@@ -12,7 +12,7 @@ def test_recalibrate_writes_the_masks_with_statistics_to_a_new_file(halve, net, 
     before = (folder / masks).read_bytes()
     result = halve("recalibrate", *net, "--masks", masks, "--data", "photos", "--batch", "12")
     assert result.out == "net.recalibrated.masks.safetensors: statistics of 1 BatchNorm layer from 12 images\n"
-    assert "BatchNorm statistics" in result.err
+    assert result.err == ""
     assert (folder / masks).read_bytes() == before
 
     written = package.load(folder / "net.recalibrated.masks.safetensors")

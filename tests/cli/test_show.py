@@ -3,6 +3,7 @@ import json
 import pytest
 
 from halve.cli import show
+from halve.cli.app import running
 
 
 def test_a_table_has_a_title_a_header_and_aligned_rows(capsys):
@@ -55,6 +56,21 @@ def test_messages_of_the_library_name_the_options_of_the_command_line():
     )
     assert show.as_options("fallback=False, validation=False") == "--no-fallback, --validation none"
     assert show.as_options("pass example= or forward=") == "pass example= or forward="
+
+
+def test_a_message_names_only_options_that_the_command_has():
+    token = running.set("recalibrate")
+    try:
+        assert show.as_options("pass run_state=FILE or data=") == "pass run_state=FILE or --data"
+    finally:
+        running.reset(token)
+    assert show.as_options("pass run_state=FILE") == "pass --run-state FILE"
+
+
+def test_a_value_can_be_pasted_into_a_shell():
+    assert show.as_options("pass target='NVIDIA H200', or include='layer1.*'") == (
+        "pass --target 'NVIDIA H200', or --include 'layer1.*'"
+    )
 
 
 @pytest.mark.parametrize(

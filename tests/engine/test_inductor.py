@@ -5,6 +5,8 @@ import copy
 import gc
 import os
 import shutil
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -18,6 +20,7 @@ from halve.engine.inductor import compile_body
 from halve.engine.inductor_choice import Choice
 from halve.errors import EngineError
 from tests.engine.nets import two_convolutions
+from tests.processes import environment
 
 needs_compiler = pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler")
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -32,6 +35,21 @@ def test_our_kernels_stay_operators_and_outputs_are_the_same(planned_net):
         assert torch.allclose(run(x), fast.body(x), atol=1e-5)
     assert seconds > 0
     assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == before
+
+
+def test_inductor_says_nothing_of_a_cuda_toolkit_without_a_gpu(tmp_path):
+    code = """
+import logging, torch
+torch.cuda.is_available = lambda: False
+from halve.engine import inductor
+inductor.load()
+import torch.utils.cpp_extension
+logging.getLogger("torch.utils.cpp_extension").warning("other lines come through")
+"""
+    toolkit = environment(CUDA_HOME=str(tmp_path))
+    done = subprocess.run([sys.executable, "-c", code], env=toolkit, capture_output=True, text=True, check=True)
+    assert "CUDA_HOME" not in done.stderr
+    assert "other lines come through" in done.stderr
 
 
 class Amplifies(nn.Module):

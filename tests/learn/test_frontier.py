@@ -1,8 +1,11 @@
+import signal
+
 import pytest
 
 import halve
-from halve.errors import DataError, OptionError
-from halve.learn.frontier import _thinned
+from halve.errors import DataError, LearningWarning, OptionError
+from halve.learn.frontier import Point, Start, _thinned
+from halve.learn.reporting import Report
 from halve.machine import device_names
 from halve.select.speed_plan import LayerSpeed, SpeedPlan
 from tests.random_masks import random
@@ -62,3 +65,51 @@ def test_images_to_judge_by_are_needed():
         halve.frontier(costly(), iter([random(200, 16)]), plan(0.5, 0.5, 0.5, 0.5), validation=random(20, 16), **QUICK)
     with pytest.raises(OptionError, match="points must be a positive integer"):
         halve.frontier(costly(), random(200, 16), plan(0.5, 0.5, 0.5, 0.5), points=0)
+
+
+def interrupting(point):
+    """A report function that presses Ctrl-C at the second step of a point, and the events that it received."""
+    events = []
+
+    def report(event):
+        events.append(event)
+        starts = [event for event in events if isinstance(event, Start)]
+        if isinstance(event, Report) and len(starts) == point and event.step == 2:
+            signal.raise_signal(signal.SIGINT)
+
+    return report, events
+
+
+def test_an_interrupt_returns_the_points_that_are_finished_and_learns_no_further_ones():
+    report, events = interrupting(2)
+    with pytest.warns(LearningWarning) as warned:
+        found = halve.frontier(costly(), random(400, 16), plan(0.5, 0.5, 0.5, 0.5), points=4, report=report, **QUICK)
+    assert [str(warning.message) for warning in warned] == ["interrupted: 1 of 4 points are finished"]
+    assert found.interrupted
+    assert [len(point.masks) for point in found] == [4]
+    assert found[0].masks.recipe["ended"] == "finished"
+    assert [str(event) for event in events if isinstance(event, Start)] == ["point 1 of 4", "point 2 of 4"]
+    assert [event for event in events if isinstance(event, Point)] == list(found)
+
+
+def test_an_interrupt_before_the_first_point_is_finished_is_raised():
+    report, _ = interrupting(1)
+    with pytest.raises(KeyboardInterrupt):
+        halve.frontier(costly(), random(400, 16), plan(0.5, 0.5, 0.5, 0.5), points=4, report=report, **QUICK)
+
+
+def test_points_say_on_how_many_images_they_agree_and_how_sure_that_is():
+    found = halve.frontier(costly(), random(400, 16), plan(0.5, 0.5, 0.5, 0.5), points=2, **QUICK)
+    assert not found.interrupted
+    assert [point.images for point in found] == [20, 20]
+    low, high = found[0].agreement_interval
+    assert 0 <= low <= found[0].agreement <= high <= 1
+    assert "agreement on 20 images" in str(found)
+    assert f"{100 * low:.1f}-{100 * high:.1f} %" in str(found)
+
+
+def test_masks_that_make_the_network_slower_have_no_frontier():
+    layers = plan(0.5, 0.5, 0.5, 0.5).layers
+    slower = SpeedPlan(layers, device_names()[-1], "float32", 1, (16,), 8.0, 4.0, 5.0)
+    with pytest.raises(OptionError, match="needs a plan in which masks save time"):
+        halve.frontier(costly(), random(200, 16), slower, **QUICK)

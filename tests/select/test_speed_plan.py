@@ -56,7 +56,8 @@ def test_many_weights_that_save_little_stay_dense():
     assert found.why_not("small.0") is None
     assert found.ms(found.faster) == 3.0
     assert found.ms(found.paying) == pytest.approx(4 - 0.4 / 0.42, abs=1e-6)
-    assert str(found).splitlines()[-2].split(" | ")[-1].strip() == "no"
+    assert found.reason("large.0") == "saves too little for its weights"
+    assert str(found).splitlines()[-2].split(" | ")[-1].strip() == "no: saves too little for its weights"
 
 
 def test_layers_that_save_more_than_the_last_part_are_masked():
@@ -201,7 +202,7 @@ def test_a_plan_prints_as_a_table():
     assert str(plan()).splitlines()[1:] == [
         "layer | shape   | dense ms | sparse ms | mask pays",
         "1     | 8>8 3x3 | 1.0000   | 0.5000    | yes",
-        "2     | 8>8 1x1 | 1.0000   | 1.1000    | no",
+        "2     | 8>8 1x1 | 1.0000   | 1.1000    | no: not faster sparse",
     ]
 
 
@@ -212,7 +213,10 @@ def test_what_masks_save_is_told_from_what_needs_no_masks():
     with pytest.warns(SpeedWarning, match=r"float32, batch 8: masks save 0.2 % .*without masks takes 4.000 ms"):
         halve.select(net(), plan=fused)
     assert plan().pays
-    assert plan(sparse_ms=4.5).saved == 0.0
+    slower = plan(unmasked_ms=4.0, sparse_ms=4.5)
+    assert slower.saved == 0.0
+    assert slower.verdict.startswith("masks make the network 12.5 % slower: not worth masking here")
+    assert plan(second=(1.0, 1.2), first=(1.0, 1.2)).verdict.startswith("no layer is faster sparse: ")
 
 
 def test_a_speed_that_needs_no_masks_is_refused_before_anything_is_learned():

@@ -7,7 +7,7 @@ import itertools
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -157,7 +157,7 @@ def bench(
         if device.type == "cuda":
             memory_format = _to_channels_last_(masked, inputs, dtype)
         for size in sizes:
-            case = Case(masked, _batch_of(inputs, size, dtype, memory_format), compiled, unmasked, eager)
+            case = Case(masked, _batch_of(inputs, size, dtype, memory_format), compiled, unmasked, eager, dtype)
             found += _measure_batch(case, names, seconds, while_timing, progress)
     return found
 
@@ -209,17 +209,27 @@ def _measure_batch(
     batch, device = case.batch, case.inputs[0].device
     results: dict[str, dict[str, Any]] = {name: {} for name in names}
     prepared: dict[str, Prepared] = {}
+    as_eager: list[str] = []  # masked systems whose outputs are the eager model's
+    exact = False  # whether outputs of some system are those of the eager model in float32 only
     try:
         expected = _outputs(case.masked(*case.inputs))
     except Exception:  # the eager system reports the error
         expected = None
     for name in tracked(names, progress, f"batch {batch}: preparing"):
         try:
-            prepared[name], results[name]["memory_bytes"] = _prepare(name, case, expected)
-            results[name] |= {"note": prepared[name].note, "plan": prepared[name].plan}
+            system, results[name]["memory_bytes"], same = _prepare(name, case, expected)
+            prepared[name] = system
+            results[name] |= {"note": system.note, "plan": system.plan}
+            exact |= not same
+            if same and system.masked:
+                as_eager.append(name)
         except Exception as error:
             results[name] = {"error": first_line(error, _LONGEST_ERROR)}
             _free_memory(device)
+    if exact and expected is not None and _mismatch(expected, _exact_outputs(case, masked=True)) is not None:
+        note = f"outputs in {str(case.dtype).removeprefix('torch.')} are not those of the model in float32"
+        for name in as_eager:
+            results[name]["note"] = "; ".join(filter(None, (results[name]["note"], note)))
     burst = burst_timer(device)
     calls = {name: system.call for name, system in prepared.items()}
     with while_timing():
@@ -242,8 +252,8 @@ def _measure_batch(
     return [Measurement(batch, name, **results[name]) for name in names]
 
 
-def _prepare(name: str, case: Case, expected: list[Tensor] | None) -> tuple[Prepared, int | None]:
-    """Prepare a system and check its outputs; also returns its memory in bytes on a GPU."""
+def _prepare(name: str, case: Case, expected: list[Tensor] | None) -> tuple[Prepared, int | None, bool]:
+    """Prepare a system and check its outputs; also returns its memory in bytes on a GPU, and what `_check` does."""
     device = case.inputs[0].device
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # notes say what matters
@@ -259,30 +269,30 @@ def _prepare(name: str, case: Case, expected: list[Tensor] | None) -> tuple[Prep
             torch.cuda.synchronize(device)
             memory = weight_bytes(system.module) + torch.cuda.max_memory_allocated(device) - before
         outputs = _outputs(system.call())
-        if expected is not None:
-            system = _checked(system, outputs, expected, case)
-    return system, memory
+        same = expected is None or _check(system, outputs, expected, case)
+    return system, memory, same
 
 
-def _checked(system: Prepared, outputs: list[Tensor], expected: list[Tensor], case: Case) -> Prepared:
-    """The system, if its outputs match the eager model's; raises otherwise. `expected` is those of the masked model.
+def _check(system: Prepared, outputs: list[Tensor], expected: list[Tensor], case: Case) -> bool:
+    """Whether outputs match the eager model's; raises if they match in no dtype. `expected`: of the masked model.
 
     Half precision may fail in the eager model alone, if folded weights fit into it and statistics of BatchNorm do not.
-    A system that matches the model in single precision is right, and its note says so.
+    A system that matches the model in single precision is right.
     """
-    [dtype] = {x.dtype for x in case.inputs if x.is_floating_point()} or {torch.float32}
     if not system.masked:
-        expected = _outputs(case.eager(False, dtype)(*case.inputs))
+        expected = _outputs(case.eager(False, case.dtype)(*case.inputs))
     why = _mismatch(outputs, expected)
     if why is None:
-        return system
-    if dtype != torch.float32:
-        exact = case.eager(system.masked, torch.float32)
-        inputs = [x.float() if x.is_floating_point() else x for x in case.inputs]
-        if _mismatch(outputs, _outputs(exact(*inputs))) is None:
-            note = f"matches the eager model in float32, but not in {str(dtype).removeprefix('torch.')}"
-            return replace(system, note="; ".join(filter(None, (system.note, note))))
+        return True
+    if case.dtype != torch.float32 and _mismatch(outputs, _exact_outputs(case, system.masked)) is None:
+        return False
     raise EngineError(why)
+
+
+def _exact_outputs(case: Case, masked: bool) -> list[Tensor]:
+    """The outputs of the eager model in single precision."""
+    inputs = [x.float() if x.is_floating_point() else x for x in case.inputs]
+    return _outputs(case.eager(masked, torch.float32)(*inputs))
 
 
 def _outputs(result: Any) -> list[Tensor]:

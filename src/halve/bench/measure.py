@@ -29,8 +29,9 @@ def measure(
     """Time every layer of a network with dense and with sparse kernels on the device of the example.
 
     Times do not depend on which weights are kept, so no masks are needed. `halve.learn(..., plan=plan)` masks only the
-    layers that are faster sparse. The whole network is timed dense, and compiled by halve with and without masks, which
-    tells what masks add: `plan.verdict`. The model is not changed.
+    layers where that pays (`plan.paying`): they are faster sparse, and save enough for their weights. The whole network
+    is timed dense, and compiled by halve with and without masks, which tells what masks add: `plan.verdict`. The model
+    is not changed.
 
     Args:
         model: The dense model.

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from halve.bench.onnx_runtimes import Run, onnxruntime_call, openvino_call
 from halve.bench.semi_structured import replace_layers_
+from halve.engine import inductor
 from halve.engine.compiled import CUDA_GRAPH, INDUCTOR, JOINS, SPARSE, Compiled
 from halve.engine.kernels.kernel import Kernel
 from halve.engine.kernels.registry import family_of
@@ -29,6 +30,7 @@ class Case:
     compiled: Callable[[], Compiled]
     unmasked: Callable[[], Compiled]  # compiled without masks
     eager: Callable[[bool, torch.dtype], nn.Module]  # the model with masks (True) or without, in a dtype
+    dtype: torch.dtype  # what is computed in; the inputs may all be integers
 
     @property
     def batch(self) -> int:
@@ -100,6 +102,7 @@ def _compile_freezing(case: Case) -> Prepared:
 
 
 def _torch_compile(case: Case, **options: Any) -> Prepared:
+    inductor.load()
     model = copy.deepcopy(case.masked)
     fast = torch.compile(model, dynamic=False, **options)
 

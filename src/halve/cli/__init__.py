@@ -14,7 +14,7 @@ def main() -> None:
     `verify` also has 3 (not applied) and 4 (unknown), `check-onnx` 3 (no layer eligible), `learn` 5 (the masks
     agree less than --min-agreement asks for).
     """
-    from halve.cli.app import app
+    from halve.cli.app import app, running
 
     def show(message: Warning | str, category: type[Warning], *_: Any, **__: Any) -> None:
         from halve.cli.show import note
@@ -32,3 +32,5 @@ def main() -> None:
 
         fail(str(error))
         sys.exit(2)
+    finally:
+        running.set(None)

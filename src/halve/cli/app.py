@@ -7,6 +7,7 @@ seconds.
 import ast
 import functools
 import importlib
+from contextvars import ContextVar
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,9 +39,17 @@ COMMANDS = {  # and the files that they are in
 }
 
 
+running: ContextVar[str | None] = ContextVar("running", default=None)  # the command that runs
+
+
 class _Commands(TyperGroup):
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
         return command(cmd_name) if cmd_name in COMMANDS else None
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        found = super().resolve_command(ctx, args)
+        running.set(found[0])
+        return found
 
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         with formatter.section("Commands"):  # not cut off, unlike click's

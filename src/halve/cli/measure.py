@@ -29,7 +29,8 @@ def measure(
 ) -> None:
     """Time every layer with dense and with sparse kernels on this machine, to mask only where it pays.
 
-    Run it where the network will run. 'halve learn --plan FILE' then masks the layers that are faster sparse.
+    Run it where the network will run. 'halve learn --plan FILE' then masks the layers that are faster sparse, without
+    those that save too little for their weights.
 
     \b
     halve measure torchvision:resnet50 --batch 256 --out h200.json
@@ -44,14 +45,13 @@ def measure(
     if json:
         show.as_json({"file": str(path), **plan.as_json()})
         return
-    paying = plan.paying
     rows = [
-        (name, layer.shape, _ms(layer.dense_ms), _ms(layer.sparse_ms), "yes" if name in paying else "no")
+        (name, layer.shape, _ms(layer.dense_ms), _ms(layer.sparse_ms), plan.answer(name))
         for name, layer in plan.items()
     ]
     title = f"{model} on {plan.device}, {plan.dtype}, batch {plan.batch}"
     show.table(title, ("layer", "shape", ">dense ms", ">sparse ms", "mask pays"), rows)
-    show.say(f"masks pay in {len(paying)} of {len(plan)} layers; {plan.summary}")
+    show.say(f"masks pay in {len(plan.paying)} of {len(plan)} layers; {plan.summary}")
     show.say(f"{path}: pass it to 'halve learn --plan'")
 
 

@@ -104,7 +104,7 @@ Kinds = Annotated[
 ]
 
 SpeedPlanOption = Annotated[
-    Path | None, typer.Option("--plan", help="File of 'halve measure': layers that are not faster sparse stay dense.")
+    Path | None, typer.Option("--plan", help="File of 'halve measure': layers where a mask does not pay stay dense.")
 ]
 Target = Annotated[
     str | None,

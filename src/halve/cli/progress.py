@@ -19,7 +19,7 @@ from rich.text import Text
 from halve.cli import show
 from halve.learn.probe import Estimate
 from halve.learn.reporting import Report
-from halve.progress import known_length
+from halve.progress import is_watched, known_length
 
 
 class _Rate(ProgressColumn):
@@ -28,21 +28,23 @@ class _Rate(ProgressColumn):
 
 
 def track(items: Iterable[Any], what: str) -> Iterator[Any]:
-    """Yield the items with a progress bar: live on a terminal, its final state in a log."""
+    """Yield the items with a progress bar on a terminal; nothing is shown in a log or a pipe."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), _Rate(), TimeRemainingColumn())
-    with Progress(*columns, console=show.ERR, transient=show.ERR.is_terminal) as progress:
+    with Progress(*columns, console=show.ERR, transient=True, disable=not is_watched()) as progress:
         yield from progress.track(items, total=known_length(items), description=what)
 
 
 class Learning:
-    """Shows a learning run: an estimate, then a bar on a terminal, or a line every 20 seconds in a log."""
+    """Shows learning runs: an estimate, then a bar on a terminal, or a line every 20 seconds in a log."""
 
     def __init__(self) -> None:
         standing = _Standing(table_column=Column(no_wrap=True, overflow="ellipsis"))  # cut off at the end
-        columns = (TextColumn("learning"), BarColumn(16), MofNCompleteColumn(), standing)
-        self._bar = Progress(*columns, console=show.ERR, transient=True, disable=not show.ERR.is_terminal)
+        columns = (TextColumn("{task.description}"), BarColumn(16), MofNCompleteColumn(), standing)
+        self._watched = is_watched()
+        self._bar = Progress(*columns, console=show.ERR, transient=True, disable=not self._watched)
         self._task: TaskID | None = None
         self._shown = float("-inf")
+        self._which = ""
 
     def __enter__(self) -> "Learning":
         self._bar.start()
@@ -51,17 +53,23 @@ class Learning:
     def __exit__(self, *_: object) -> None:
         self._bar.stop()
 
+    def begin(self, which: str) -> None:
+        """Show another run from now on, and which one that is."""
+        if self._task is not None:
+            self._bar.remove_task(self._task)
+        self._task, self._shown, self._which = None, float("-inf"), f"{which}: "
+
     def __call__(self, event: Estimate | Report) -> None:
         if isinstance(event, Estimate):
-            show.note(str(event))
+            show.note(f"{self._which}{event}")
             return
         if self._task is None:
-            self._task = self._bar.add_task("learning", total=event.steps, report=event)
+            self._task = self._bar.add_task(f"{self._which}learning", total=event.steps, report=event)
         self._bar.update(self._task, completed=event.step, report=event)
-        if not show.ERR.is_terminal and (event.seconds - self._shown >= 20 or event.step == event.steps):
+        if not self._watched and (event.seconds - self._shown >= 20 or event.step == event.steps):
             self._shown = event.seconds
             of = "" if event.steps is None else f" of {event.steps}"
-            show.note(f"step {event.step}{of}: {event}")
+            show.note(f"{self._which}step {event.step}{of}: {event}")
 
 
 class _Standing(ProgressColumn):

@@ -3,6 +3,7 @@
 import functools
 import json
 import re
+import shlex
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -12,11 +13,12 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from halve.cli.app import COMMANDS, command
+from halve.cli.app import COMMANDS, command, running
 from halve.errors import listed
 from halve.masks.mask import MaskSet
 from halve.select.select import NOT_RUN
 from halve.text import formatted_bytes as formatted_bytes
+from halve.text import interval as interval
 from halve.text import printable as printable
 
 OUT, ERR = Console(), Console(stderr=True)
@@ -39,27 +41,34 @@ def table(title: str, columns: Sequence[str], rows: Iterable[Sequence[str]]) -> 
 def as_options(text: str) -> str:
     """Return a message of the library in the words of the command line.
 
+    Options that the running command does not have keep their Python names. Values are quoted where a shell needs it.
+
     >>> as_options("output head (also='fc' masks it); classes= maps labels, max_drop=0.01 or resume=True")
     'output head (--also fc masks it); --classes maps labels, --max-drop 0.01 or --resume'
     >>> as_options("permute=False or validation=False")
     '--no-permute or --validation none'
+    >>> as_options("pass target='NVIDIA H200'")
+    "pass --target 'NVIDIA H200'"
     """
+    known = _option_names(running.get())
+    if not known:
+        return text
 
     def option(match: re.Match[str]) -> str:
         value = match["quoted"] or match["bare"] or ""
         name = f"--{match['name'].replace('_', '-')}"
         if value == "False":
-            return f"--no-{name[2:]}" if f"no_{match['name']}" in _option_names() else f"{name} none"
-        return name if value in ("", "True") else f"{name} {value}"
+            return f"--no-{name[2:]}" if f"no_{match['name']}" in known else f"{name} none"
+        return name if value in ("", "True") else f"{name} {shlex.quote(value)}"
 
-    names = "|".join(sorted(_option_names(), key=len, reverse=True))  # longer names match first
+    names = "|".join(sorted(known, key=len, reverse=True))  # longer names match first
     return re.sub(rf"\b(?P<name>{names})=(?:'(?P<quoted>[^']*)'|(?P<bare>[\w.-]+))?", option, text)
 
 
 @functools.cache
-def _option_names() -> frozenset[str]:
-    """The names of the options of all commands, as Python spells them."""
-    options = [option for name in COMMANDS for option in command(name).params]
+def _option_names(of: str | None) -> frozenset[str]:
+    """The names of the options of a command, or of all commands, as Python spells them."""
+    options = [option for name in ([of] if of in COMMANDS else COMMANDS) for option in command(name).params]
     flags = {flag for option in options for flag in (*option.opts, *option.secondary_opts)}
     return frozenset(flag.removeprefix("--").replace("-", "_") for flag in flags if flag.startswith("--"))
 
@@ -88,16 +97,6 @@ def as_json(value: Any) -> None:
 def percent(share: float | None, digits: int = 2) -> str:
     """Format a share: 71.20 %, or a dash if there is none."""
     return "-" if share is None else f"{100 * share:.{digits}f} %"
-
-
-def interval(ends: Any) -> str:
-    """Format a confidence interval of a share, or a dash if there is none.
-
-    >>> interval((0.9, 0.975)), interval(None)
-    ('90.0-97.5 %', '-')
-    """
-    known = isinstance(ends, tuple | list) and len(ends) == 2 and all(isinstance(end, int | float) for end in ends)
-    return f"{100 * ends[0]:.1f}-{100 * ends[1]:.1f} %" if known else "-"
 
 
 def described(masks: MaskSet, path: Path) -> dict[str, Any]:

@@ -7,6 +7,8 @@ never part of a saved network.
 
 import contextlib
 import copy
+import importlib
+import logging
 import math
 import os
 import shutil
@@ -50,6 +52,24 @@ def unavailable(device: torch.device) -> str | None:
     if device.type == "cpu" and not any(shutil.which(name) for name in compilers if name):
         return "Inductor needs a C++ compiler on CPUs, and there is no g++ or clang++; the rest runs eagerly"
     return None
+
+
+def load() -> None:
+    """Import the parts of PyTorch that Inductor imports when it first compiles, without a line that says nothing.
+
+    Where there is a CUDA toolkit and no GPU, one of them logs "No CUDA runtime is found, using CUDA_HOME=...".
+    """
+    logger = logging.getLogger("torch.utils.cpp_extension")
+
+    def other(record: logging.LogRecord) -> bool:
+        return "No CUDA runtime is found" not in record.getMessage()
+
+    logger.addFilter(other)
+    try:
+        with contextlib.suppress(ImportError):  # Inductor says what is missing, if it needs it
+            importlib.import_module("torch.utils.cpp_extension")
+    finally:
+        logger.removeFilter(other)
 
 
 def compile_body(
@@ -199,6 +219,7 @@ def _settings() -> Iterator[None]:
     """Weights are constants, and compiled code is cached next to our kernels unless the user has chosen a folder."""
     import torch._inductor.config as config  # loads Inductor, which takes a second
 
+    load()
     folder = "TORCHINDUCTOR_CACHE_DIR"
     chosen = os.environ.get(folder)
     os.environ[folder] = chosen or str(jit.cache_dir() / "inductor")

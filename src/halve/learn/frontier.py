@@ -1,6 +1,7 @@
 """Several sets of masks, from the fastest network to the most accurate one."""
 
-from collections.abc import Iterator, Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
@@ -8,19 +9,34 @@ from typing import Any, overload
 from torch import nn
 
 from halve.batches import Forward, Progress
-from halve.errors import DataError, OptionError
+from halve.errors import DataError, LearningWarning, OptionError, warn
 from halve.learn.accuracy_budget import by_worth, costs_of
 from halve.learn.held_back import chosen_from, hold_back, hold_back_none
 from halve.learn.learn import learn, options_to_relearn
+from halve.learn.probe import Estimate
+from halve.learn.reporting import Report
 from halve.markup import table
 from halve.masks.mask import MaskSet
 from halve.modules import unwrapped
 from halve.process_state import preserved_process_state
+from halve.progress import StatusLine, bar
 from halve.select.speed_plan import SpeedPlan, load_plan
-from halve.text import aligned
+from halve.text import aligned, interval
 
 POINTS = 5
-COLUMNS = ("layers masked", "weights", "ms", "speed-up", "agreement", "KL")
+COLUMNS = ("layers masked", "weights", "ms", "speed-up", "agreement", "95 % interval", "KL")
+
+
+@dataclass(frozen=True)
+class Start:
+    """A point that is learned next: its number, of how many, and how many layers are masked; None if unknown yet."""
+
+    number: int
+    points: int
+    layers: int | None = None
+
+    def __str__(self) -> str:
+        return f"point {self.number} of {self.points}"
 
 
 @dataclass(frozen=True)
@@ -32,20 +48,26 @@ class Point:
     speedup: float
     agreement: float | None
     kl: float | None
+    images: int | None = None  # that these were measured on
+    agreement_interval: tuple[float, float] | None = None  # with a confidence of 95 %
 
     def cells(self) -> tuple[str, ...]:
         """The point as table cells, one per column in `COLUMNS`."""
         weights = sum(mask.layout.weights for mask in self.masks.values())
         agreement = "-" if self.agreement is None else f"{100 * self.agreement:.1f} %"
+        ends = interval(self.agreement_interval)
         kl = "-" if self.kl is None else f"{self.kl:.4f}"
-        return (str(len(self.masks)), f"{weights:,}", f"{self.ms:.3f}", f"{self.speedup:.2f} x", agreement, kl)
+        return (str(len(self.masks)), f"{weights:,}", f"{self.ms:.3f}", f"{self.speedup:.2f} x", agreement, ends, kl)
 
 
 class Frontier(Sequence[Point]):
-    """Points from the fastest to the most accurate. Prints as a table."""
+    """Points from the fastest to the most accurate. Prints as a table.
 
-    def __init__(self, points: Sequence[Point], plan: SpeedPlan) -> None:
-        self._points, self.plan = tuple(points), plan
+    `interrupted` says whether Ctrl-C ended it before all points were learned.
+    """
+
+    def __init__(self, points: Sequence[Point], plan: SpeedPlan, *, interrupted: bool = False) -> None:
+        self._points, self.plan, self.interrupted = tuple(points), plan, interrupted
 
     @overload
     def __getitem__(self, index: int) -> Point: ...
@@ -61,8 +83,15 @@ class Frontier(Sequence[Point]):
         return len(self._points)
 
     @property
+    def measured_on(self) -> str:
+        """How many images the agreement was measured on."""
+        images = next((point.images for point in self if point.images is not None), None)
+        return "agreement not measured" if images is None else f"agreement on {images} images"
+
+    @property
     def _title(self) -> str:
-        return f"{self.plan.device}, {self.plan.dtype}, batch {self.plan.batch}; {self.plan.summary}"
+        where = f"{self.plan.device}, {self.plan.dtype}, batch {self.plan.batch}"
+        return f"{where}; {self.plan.summary}; {self.measured_on}"
 
     def _repr_html_(self) -> str:
         """A table for notebooks."""
@@ -81,14 +110,17 @@ def frontier(
     *,
     points: int = POINTS,
     validation: Any = None,
+    report: Callable[[Start | Estimate | Report | Point], None] | None = None,
     forward: Forward | None = None,
     progress: Progress = True,
     **options: Any,
 ) -> Frontier:
     """Learn masks at several speeds: each point leaves more layers dense, those whose masks save least for their cost.
 
-    The first point masks every layer that is faster sparse. Each further point is learned on from the one before, for
-    a quarter of its steps. A layer's cost is the KL divergence of the outputs when it alone is masked.
+    The first point masks every layer that is worth it by the plan (`plan.paying`). Each further point is learned on
+    from the one before, for a quarter of its steps. A layer's cost is the KL divergence of the outputs when it alone is
+    masked. Ctrl-C ends the call and returns the points that are finished; if there are none, it raises
+    `KeyboardInterrupt`.
 
     Args:
         model: The trained network. It is not changed.
@@ -96,6 +128,8 @@ def frontier(
         plan: What `halve.measure` found on the machine that the network will run on, or the file it was saved to.
         points: Number of points. Default: 5.
         validation: Images to measure agreement on. Default: some are held back, as in `halve.learn`.
+        report: Function that receives a `Start` before each point, what `halve.learn` reports, and each `Point` when it
+            is finished, for example to save its masks.
         forward: Function of (model, batch) that runs the model on an unusual batch.
         progress: Show progress in terminals and notebooks, or a function such as `tqdm.tqdm` that wraps loops.
             Default: True.
@@ -117,7 +151,10 @@ def frontier(
     model = unwrapped(model)
     if not isinstance(points, int) or points < 1:
         raise OptionError(f"points must be a positive integer, got {points!r}")
+    if report is not None and not callable(report):
+        raise OptionError(f"report must be a function, got {report!r}")
     speeds = plan if isinstance(plan, SpeedPlan) else load_plan(plan)
+    _check_speeds(speeds)
     seed = options.get("seed", 0)
     split = hold_back(data, seed) if validation is None else hold_back_none(data, seed)
     images = list(split.held_back if validation is None else chosen_from(validation, seed))
@@ -125,18 +162,80 @@ def frontier(
         raise DataError(f"a frontier needs images to measure agreement on: {split.reason}; pass validation=")
     if split.kind == "iterator":
         raise DataError("a frontier reads the data several times: pass a list, a tensor or a DataLoader")
-    common: dict[str, Any] = {"validation": images, "forward": forward, "progress": progress}
-    masks = learn(model, split.data, plan=speeds, **common, **options)
-    costs = costs_of(model, masks, images, forward=forward, progress=progress)
-    order = by_worth(costs, speeds)
-    steps = masks.recipe["steps_done"]
-    found = [_point(masks, speeds)]
-    for left in _thinned(order, speeds, points):
-        start = masks.without(set(masks) - set(left))
-        masks = learn(model, split.data, **common, **options_to_relearn(options, start, steps))
-        dense = {name: costs[name] for name in order if name not in left}
-        found.append(_point(masks.with_recipe(left_dense=dense), speeds))
+    shown = _Line() if report is None and progress is True else None
+    tell = report or shown or (lambda event: None)
+    common: dict[str, Any] = {"validation": images, "forward": forward, "progress": progress, "report": tell}
+    found: list[Point] = []
+
+    def learned(start: Start, dense: dict[str, float] | None = None, /, **options: Any) -> MaskSet:
+        tell(start)
+        masks = _uninterrupted(model, split.data, **common, **options)
+        found.append(_point(masks if dense is None else masks.with_recipe(left_dense=dense), speeds))
+        tell(found[-1])
+        return masks
+
+    try:
+        masks = learned(Start(1, points), plan=speeds, **options)
+        steps = masks.recipe["steps_done"]
+        costs = costs_of(model, masks, images, forward=forward, progress=progress)
+        order = by_worth(costs, speeds)
+        rest = _thinned(order, speeds, points)
+        points = 1 + len(rest)
+        for number, left in enumerate(rest, 2):
+            start = masks.without(set(masks) - set(left))
+            dense = {name: costs[name] for name in order if name not in left}
+            again = options_to_relearn(options, start, steps)
+            masks = learned(Start(number, points, len(left)), dense, **again)
+    except KeyboardInterrupt:
+        if not found:
+            raise
+        warn(f"interrupted: {len(found)} of {points} points are finished", LearningWarning)
+        return Frontier(found, speeds, interrupted=True)
+    finally:
+        if shown is not None:
+            shown.clear()
     return Frontier(found, speeds)
+
+
+class _Line:
+    """Shows the point that is learned, and how far it is."""
+
+    def __init__(self) -> None:
+        self._line, self._start = StatusLine(), ""
+
+    def __call__(self, event: Start | Estimate | Report | Point) -> None:
+        if isinstance(event, Start):
+            self._start = str(event)
+        elif isinstance(event, Estimate):
+            self._line.show(f"{self._start}: learning ... {event}")
+        elif isinstance(event, Report):
+            share = event.seconds / max(event.seconds + event.seconds_left, 1e-9)
+            self._line.show(f"{self._start}: learning {bar(share)} step {event.step}, {event}")
+        else:
+            self.clear()
+
+    def clear(self) -> None:
+        """Remove the line."""
+        self._line.clear()
+
+
+def _check_speeds(plan: SpeedPlan) -> None:
+    """Raise `OptionError` if masks make the network slower: there is no point that is faster than another."""
+    if plan.faster and plan.sparse_ms >= plan.unmasked_ms:
+        raise OptionError(
+            f"a frontier needs a plan in which masks save time; on {plan.device}, {plan.dtype}, batch {plan.batch} "
+            f"{plan.verdict}"
+        )
+
+
+def _uninterrupted(model: nn.Module, data: Any, **options: Any) -> MaskSet:
+    """The masks that `learn` returns; raises `KeyboardInterrupt` if Ctrl-C ended it early."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "interrupted after", LearningWarning)  # of a run that cannot be resumed
+        masks = learn(model, data, **options)
+    if masks.recipe["ended"] == "interrupted":
+        raise KeyboardInterrupt
+    return masks
 
 
 def _thinned(order: Sequence[str], plan: SpeedPlan, points: int) -> list[list[str]]:
@@ -158,4 +257,13 @@ def _thinned(order: Sequence[str], plan: SpeedPlan, points: int) -> list[list[st
 
 def _point(masks: MaskSet, plan: SpeedPlan) -> Point:
     quality = masks.recipe["quality"]
-    return Point(masks, plan.ms(masks), plan.speedup(masks), quality.get("agreement"), quality.get("kl"))
+    ends = quality.get("agreement_interval")
+    return Point(
+        masks,
+        plan.ms(masks),
+        plan.speedup(masks),
+        quality.get("agreement"),
+        quality.get("kl"),
+        quality.get("images"),
+        None if ends is None else (ends[0], ends[1]),
+    )

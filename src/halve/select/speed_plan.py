@@ -160,24 +160,43 @@ class SpeedPlan(Mapping[str, LayerSpeed]):
         """What masks save, in words."""
         if self.pays:
             return f"masks save {100 * self.saved:.1f} % of the time"
+        slower = self.sparse_ms / self.unmasked_ms - 1
+        if not self.faster:
+            what = "no layer is faster sparse"
+        elif slower >= 0.0005:  # 0.1 % as it is printed
+            what = f"masks make the network {100 * slower:.1f} % slower"
+        else:
+            what = f"masks save {100 * self.saved:.1f} % of the time"
         return (
-            f"masks save {100 * self.saved:.1f} % of the time: not worth masking here; halve.compile without masks "
-            f"takes {self.unmasked_ms:.3f} ms and keeps all weights"
+            f"{what}: not worth masking here; halve.compile without masks takes {self.unmasked_ms:.3f} ms and keeps "
+            f"all weights"
         )
 
-    def why_not(self, name: str) -> str | None:
-        """Why a mask in this layer would not pay; None if it would."""
-        where = f"on {self.device}, {self.dtype}, batch {self.batch}"
+    def reason(self, name: str) -> str | None:
+        """Why a mask in this layer would not pay, in a few words; None if it would."""
         layer = self.get(name)
         if layer is None:
-            return f"not timed {where}"
+            return "not timed"
         if layer.sparse_ms is None or layer.dense_ms is None:
-            return f"no sparse kernel {where}"
+            return "no sparse kernel"
         if not layer.faster:
-            return f"not faster sparse: {layer.sparse_ms:.4f} ms, dense {layer.dense_ms:.4f} ms {where}"
-        if name not in self.paying:
-            return f"saves too little for its weights: {layer.sparse_ms:.4f} ms, dense {layer.dense_ms:.4f} ms {where}"
-        return None
+            return "not faster sparse"
+        return None if name in self.paying else "saves too little for its weights"
+
+    def why_not(self, name: str) -> str | None:
+        """Why a mask in this layer would not pay, with its times and where they were measured; None if it would."""
+        reason, layer = self.reason(name), self.get(name)
+        if reason is None:
+            return None
+        times = ""
+        if layer is not None and layer.sparse_ms is not None and layer.dense_ms is not None:
+            times = f": {layer.sparse_ms:.4f} ms, dense {layer.dense_ms:.4f} ms"
+        return f"{reason}{times} on {self.device}, {self.dtype}, batch {self.batch}"
+
+    def answer(self, name: str) -> str:
+        """Whether a mask in this layer pays, as a table cell."""
+        reason = self.reason(name)
+        return "yes" if reason is None else f"no: {reason}"
 
     def check_network(self, weights: Mapping[str, tuple[int, ...]]) -> None:
         """Raise `OptionError` if the plan belongs to another network, whose layers have these weights."""
@@ -276,7 +295,7 @@ class SpeedPlan(Mapping[str, LayerSpeed]):
     def _row(self, name: str) -> tuple[str, ...]:
         layer = self[name]
         times = ("-" if time is None else f"{time:.4f}" for time in (layer.dense_ms, layer.sparse_ms))
-        return (name, layer.shape, *times, "yes" if name in self.paying else "no")
+        return (name, layer.shape, *times, self.answer(name))
 
 
 def load_plan(path: str | Path) -> SpeedPlan:
