@@ -98,6 +98,23 @@ def test_learning_goes_on_from_a_mask_file(halve, net, learned):
     assert library.load("more.masks.safetensors").difference(learned) == 0
 
 
+def test_masks_of_few_layers_are_updated_and_keep_their_channel_orders_without_a_search(halve, net):
+    halve("learn", *net, "--data", "photos", *FAST, "--exclude", "body", "--out", "few.masks.safetensors")
+    first = library.load("few.masks.safetensors")
+    more = ("--data", "photos", *FAST, "--lr", "1e-6", "--start", "few.masks.safetensors")
+    shown = halve("learn", *net, *more)
+    again = library.load("net.masks.safetensors")
+    assert (list(first), again.difference(first)) == (["point"], 0)
+    assert again.moves == first.moves != {}
+    assert "channel orders" not in shown.out
+    assert "permute" not in halve("learn", *net, *more, "--json").json
+
+
+def test_a_mask_file_to_start_from_that_does_not_exist_is_told(halve, net):
+    for name in ("nothere.masks.safetensors", "masks/nothere"):
+        assert "no such file" in halve("learn", *net, "--data", "photos", *FAST, "--start", name, code=2).err
+
+
 def test_the_papers_recipe_masks_flat_convolutions_only(halve, net):
     halve("learn", *net, "--data", "photos", *FAST, "--preset", "paper")
     masks = library.load("net.masks.safetensors")

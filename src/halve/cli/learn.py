@@ -137,7 +137,7 @@ def learn(
     if "validation" in options:
         none = options["validation"] == NO_VALIDATION
         options["validation"] = False if none else opened.data(options["validation"], **reading).loader
-    if Path(options.get("start", "")).is_file():
+    if "start" in options and _names_a_file(options["start"]):
         options["start"] = halve.load(options["start"])
     try:
         with progress.Learning() as bar:
@@ -178,11 +178,17 @@ def learn(
             show.note(f"{path} holds {held}; the same command with --resume continues from {state}")
         else:
             state.unlink(missing_ok=True)
-            _show(masks, path, json)
+            _show(masks, path, json, searched=not isinstance(options.get("start"), halve.MaskSet))
     if interrupted:
         raise typer.Exit(130)
     if min_agreement is not None:
         _check_agreement(masks, min_agreement)
+
+
+def _names_a_file(start: str) -> bool:
+    """Whether --start names a mask file, which may not exist, and not a score."""
+    path = Path(start)
+    return path.is_file() or bool(path.suffix) or path.name != start
 
 
 def _check_validation(source: Data, validation: str | None) -> None:
@@ -224,8 +230,11 @@ def _recalibrated(opened: o.Opened, masks: halve.MaskSet, batches: Any, validati
     return result.with_recipe(quality=quality | now)
 
 
-def _show(masks: halve.MaskSet, path: Path, json: bool) -> None:
+def _show(masks: halve.MaskSet, path: Path, json: bool, searched: bool) -> None:
+    """Print the result. Without a search, the masks keep the channel orders of those that learning started from."""
     recipe = masks.recipe
+    if not searched:
+        recipe["permute"] = None
     if json:
         keys = ("quality", "steps_done", "seconds", "ended", "permute", "not_permuted", "drop", "left_dense")
         about = {key: recipe[key] for key in keys if recipe.get(key) is not None}

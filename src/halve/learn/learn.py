@@ -1,6 +1,5 @@
 """Learn masks by gradient descent on logits over the codes of every block; the weights are frozen."""
 
-import glob
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -25,6 +24,7 @@ from halve.learn.initialization import (
     check_start,
     initial_sampler,
     initial_scores,
+    layers_of,
     order_channels,
     reads_data,
     select_layers,
@@ -106,7 +106,8 @@ def learn(
         features: Modules whose outputs are matched, as glob patterns; by default the repeated blocks of the network.
         augment: Flip, crop and mix the images for "distill". Default: True.
         start: Initial masks: "magnitude", "wanda", "reconstruct" or "random" (see `halve.prune`), "glorot" for random
-            logits, or existing masks to continue from. Default: "magnitude".
+            logits, or existing masks to continue from: unless `include`, `exclude` or `also` names others, their
+            layers are masked again, with `plan` those of them where a mask pays. Default: "magnitude".
         alpha: Sharpness of the initial logits. Default: 8.0.
         noise: Scale of the Gumbel noise, one number or start and end; the end is reached at 80 % of the run.
             Default: (1.0, 0.0), or (0.3, 0.0) in runs that are expected to take fewer than 2,000 steps.
@@ -193,7 +194,8 @@ def learn(
     processes = Processes(device_of(model), trackers, None if log is None else Path(log).parent)
     stream = BatchStream(split.data, processes.rank, processes.count)
     first = _first_batch(inputs, settings, stream)
-    layers = select_layers(model, selection, first, forward)
+    layers = select_layers(model, selection, first, forward, settings.start)
+    selection = layers.selection
     if trade is not None:
         trade.check_reachable(list(layers.weights))
     if resume and run_state is not None and precision == "auto":
@@ -375,10 +377,8 @@ def options_to_relearn(options: Mapping[str, Any], masks: MaskSet, steps: int) -
         masks: Where to start, with the remaining layers.
         steps: Steps of that run.
     """
-    names = [glob.escape(name) for name in masks]
     again = {key: value for key, value in options.items() if key not in _NOT_AGAIN}
-    chosen = {"start": masks, "steps": max(1, steps // _SHARE), "include": names, "also": names, "fallback": False}
-    return again | chosen
+    return again | {"start": masks, "steps": max(1, steps // _SHARE), **layers_of(masks), "fallback": False}
 
 
 def _relearned(trade: Trade, run: Run, masks: MaskSet, options: Mapping[str, Any]) -> MaskSet:

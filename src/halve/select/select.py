@@ -39,6 +39,7 @@ REMAINDERS: tuple[Remainder, ...] = ("skip", "pad", "error")
 Globs = str | Sequence[str]
 PatternRule = str | Pattern | Mapping[str, str | Pattern | None]
 NOT_RUN = "did not run on the data"
+NOT_INCLUDED = "not in include"
 
 
 class SelectOptions(TypedDict, total=False):
@@ -197,7 +198,7 @@ def select(
         if reason := _unusable(name, module, owners):
             return dense(reason)
         if only is not None and not _match(name, only) and not named:
-            return dense("not in include")
+            return dense(NOT_INCLUDED)
         if wanted is not None and kind_of(module) not in wanted and not named:
             return dense(f"not in kinds ({listed(wanted)})")
         if never is not None and _match(name, never):

@@ -217,7 +217,7 @@ class SpeedPlan(Mapping[str, LayerSpeed]):
 
     @classmethod
     def from_json(cls, plain: Any) -> "SpeedPlan":
-        """A plan from JSON values. Raises `ValueError` if they are no plan, and `FileError` for one of another version."""
+        """A plan from JSON values. Raises `ValueError` if it is none, and `FileError` if it is of another version."""
         if not isinstance(plain, dict) or plain.get("format") != FORMAT:
             raise ValueError("not a plan of 'halve measure'")
         if plain.get("version") != VERSION:
