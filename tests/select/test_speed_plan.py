@@ -60,8 +60,16 @@ def test_many_weights_that_save_little_stay_dense():
 
 
 def test_layers_that_save_more_than_the_last_part_are_masked():
-    assert resnet_like(0.04).paying == [f"small.{i}" for i in range(4)] + ["large.1"]  # one of them fits into 5 %
     assert len(resnet_like(0.08).paying) == 6
+
+
+def test_layers_that_save_equally_much_for_their_weights_get_the_same_verdict():
+    assert len(resnet_like(0.04).paying) == 6  # one of the large layers would fit into 5 %, two do not
+    layers = dict(resnet_like(0.04).layers)
+    half = LayerSpeed((2048, 256, 1, 1), "", 0.1, 0.09)  # saves half as much, with half the weights
+    assert len(dataclasses.replace(resnet_like(), layers=layers | {"large.1": half}).paying) == 6
+    least = LayerSpeed((2048, 512, 1, 1), "", 0.1, 0.095)
+    assert "large.1" not in dataclasses.replace(resnet_like(), layers=layers | {"large.1": least}).paying
 
 
 def test_layers_that_are_all_alike_are_all_masked():

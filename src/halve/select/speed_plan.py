@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -109,18 +110,20 @@ class SpeedPlan(Mapping[str, LayerSpeed]):
         """Layers worth a mask: they are faster sparse, and save enough for the weights that masks drop.
 
         Layers that save less than half as much per weight as all of them do on average are left out, those that save
-        least first, as long as they bring no more than the last 5 % of what masks save.
+        least first, as long as they bring no more than the last 5 % of what masks save. Layers that save equally much
+        per weight are left out together or not at all.
         """
         faster = self.faster
         total, weights = sum(self[name].saved_ms for name in faster), sum(self[name].weights for name in faster)
+        per_weight = {name: float(f"{self[name].saved_ms / self[name].weights:.9g}") for name in faster}  # but rounding
         left_out: list[str] = []
         given_up = 0.0
-        for name in sorted(faster, key=lambda name: self[name].saved_ms / self[name].weights):
-            layer = self[name]
-            given_up += layer.saved_ms
-            if given_up > LAST * total or layer.saved_ms * weights >= 0.5 * total * layer.weights:
+        for rate, names in groupby(sorted(faster, key=per_weight.__getitem__), per_weight.__getitem__):
+            alike = list(names)
+            given_up += sum(self[name].saved_ms for name in alike)
+            if given_up > LAST * total or rate * weights >= 0.5 * total:
                 break
-            left_out.append(name)
+            left_out += alike
         return [name for name in faster if name not in left_out]
 
     def ms(self, masked: Collection[str]) -> float:
