@@ -97,6 +97,15 @@ def learn(
 
     \b
     halve learn zoo.py:net --weights net.safetensors --data photos/ --minutes 5
+
+    \b
+    halve learn zoo.py:net --weights net.safetensors --data photos/ --plan h200.json --target H200
+
+    \b
+    halve learn zoo.py:net --weights net.safetensors --data photos/ --max-drop 0.02 --drop-data more/
+
+    \b
+    halve learn zoo.py:net --weights new.safetensors --data photos/ --start old.masks.safetensors
     """
     if recalibrate and stream and given["validation"] is None:
         raise OptionError("--recalibrate with --stream needs --validation: images held back from a stream may recur")
