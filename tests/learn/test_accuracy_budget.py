@@ -4,7 +4,7 @@ import pytest
 from torch import nn
 
 import halve
-from halve.errors import DataError, ModelError, OptionError
+from halve.errors import DataError, LearningWarning, ModelError, OptionError
 from halve.learn.accuracy_budget import by_worth, costs_of, enforce_accuracy_budget, enforce_speed_target
 from halve.machine import device_names
 from halve.select.speed_plan import LayerSpeed, SpeedPlan
@@ -195,6 +195,20 @@ def test_learning_again_keeps_what_is_better():
     assert masks.recipe["relearned"] == 10  # deterministic: it is better here
     assert masks.recipe["drop"] <= 0.05
     assert masks.recipe["quality"]["agreement"] == pytest.approx(1 - drop_of(model, masks, x[-20:]))
+
+
+def test_the_recipe_tells_the_quality_of_masks_that_were_learned_again():
+    model, x = costly(), random(2000, 16)
+    poor = {"start": "random", "lr": 1e-6, "steps": 4, "seed": 1}  # one-shot masks are better
+    with pytest.warns(LearningWarning, match="worse than one-shot masks"):
+        masks = halve.learn(model, x, max_drop=0.1, permute=False, progress=False, **poor)
+    quality = masks.recipe["quality"]
+    assert masks.recipe["left_dense"]
+    assert masks.recipe["relearned"] == 1
+    assert quality["returned"] == "learned"
+    assert (quality["learned"], quality["one_shot"]) == (None, None)  # of masks in all layers
+    seen = halve.evaluate(model, masks, [x[-100:][: quality["images"]]])
+    assert (quality["agreement"], quality["kl"]) == pytest.approx((seen.agreement, seen.kl), abs=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -202,8 +202,17 @@ class Comparison:
         chosen = best.masks if best is not None and better and self._fallback else learned
         return Verdict(chosen, "", validation.images, validation.source, quality, best, self._baseline.not_tried)
 
-    def judged(self, masks: MaskSet) -> MaskSet:
-        """The masks, with what they preserve now that they have changed."""
+    def judged(self, masks: MaskSet, returned: str | None = None) -> MaskSet:
+        """The masks, with what they preserve now that some layers are left dense.
+
+        What is known of masks in all layers, learned and one-shot, says nothing about these and is left out.
+
+        Args:
+            masks: The masks of the remaining layers.
+            returned: What they are, if not what they were: "learned", or a score.
+        """
         if self._validation is None or not self._prepared:
             return masks
-        return masks.with_recipe(quality=masks.recipe["quality"] | self._validation.quality(masks).plain())
+        known = masks.recipe["quality"]
+        now = {"returned": returned or known["returned"], **self._validation.quality(masks).plain()}
+        return masks.with_recipe(quality=known | now | {"learned": None, "one_shot": None})

@@ -249,9 +249,10 @@ def learn(
         verdict.warn()
     if trade is not None:
         masks = _traded(trade, inputs, masks)
-        masks = processes.broadcast(comparison.judged(masks) if processes.is_main else masks)
-        others = {"forward": forward, "precision": precision, "report": report, "progress": progress}
-        masks = _relearned(trade, run, masks, {**given, **selection, **others})
+        if masks.recipe["left_dense"]:
+            masks = processes.broadcast(comparison.judged(masks) if processes.is_main else masks)
+            others = {"forward": forward, "precision": precision, "report": report, "progress": progress}
+            masks = _relearned(trade, run, comparison, masks, {**given, **selection, **others})
     return masks
 
 
@@ -381,11 +382,10 @@ def options_to_relearn(options: Mapping[str, Any], masks: MaskSet, steps: int) -
     return again | {"start": masks, "steps": max(1, steps // _SHARE), **layers_of(masks), "fallback": False}
 
 
-def _relearned(trade: Trade, run: Run, masks: MaskSet, options: Mapping[str, Any]) -> MaskSet:
+def _relearned(trade: Trade, run: Run, comparison: Comparison, masks: MaskSet, options: Mapping[str, Any]) -> MaskSet:
     """The masks of the layers that are not left dense, learned again for a quarter of the steps, if that is better."""
     recipe, split, inputs = masks.recipe, run.split, run.inputs
-    once = run.processes.count > 1 or split.kind == "iterator" or recipe["ended"] == "interrupted"
-    if once or not recipe["left_dense"]:
+    if run.processes.count > 1 or split.kind == "iterator" or recipe["ended"] == "interrupted":
         return masks
     again = options_to_relearn(options, masks, recipe["steps_done"])
     validation = split.held_back if split.source else False
@@ -397,7 +397,5 @@ def _relearned(trade: Trade, run: Run, masks: MaskSet, options: Mapping[str, Any
         return masks
     if found.recipe["ended"] == "interrupted" or drop > recipe["drop"]:
         return masks
-    quality = found.recipe["quality"]
-    now = {key: quality[key] for key in ("agreement", "kl", "output_error")} if split.source else {}
-    facts = {"drop": drop, "quality": recipe["quality"] | now, "relearned": again["steps"]}
-    return found.with_recipe(**{**recipe, **facts})
+    found = found.with_recipe(**{**recipe, "drop": drop, "relearned": again["steps"]})
+    return comparison.judged(found, returned="learned")
