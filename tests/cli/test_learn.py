@@ -125,8 +125,26 @@ def test_the_papers_recipe_masks_flat_convolutions_only(halve, net):
 
 
 def test_a_budget_for_accuracy_is_kept_and_told(halve, net):
-    options = ("--data", "photos", *FAST, "--max-drop", "1.0", "--drop-data", "photos", "--json")
-    assert halve("learn", *net, *options).json["drop"] <= 1.0
+    options = ("--data", "photos", *FAST, "--max-drop", "1.0", "--drop-data", "photos")
+    told = halve("learn", *net, *options, "--json").json
+    assert (told["drop"] <= 1.0, told["drop_images"], told["left_dense"]) == (True, 12, {})
+    shown = halve("learn", *net, *options).out
+    assert f"drop of {100 * told['drop']:.2f} % on 12 images; no layer is left dense" in shown
+
+
+def test_layers_that_a_budget_leaves_dense_are_told_with_the_images_that_chose_them(halve, sure, many):
+    options = ("--data", many, *QUICK, "--lr", "1e-6", "--no-fallback", "--validation", many, "--max-drop")
+    everything = halve("learn", *sure, *options, "1.0", "--json").json["drop_before"]
+    options = (*options, str(everything - 0.001))
+    told = halve("learn", *sure, *options, "--json").json
+    assert told["left_dense"]
+    result = halve("learn", *sure, *options)
+    assert f"left dense, for a drop of {100 * told['drop']:.2f} % on 84 images" in result.out
+    assert "no interval: these images also chose the layers that stay dense; --drop-data measures" in result.out
+    again = halve("learn", *sure, *options, "--recalibrate", "--json").json["quality"]
+    assert (again["agreement_interval"], again["recalibrated"]) == (None, True)
+    few = halve("learn", *sure, *options[:-1], "0.01", code=2)
+    assert "--max-drop 0.01 on 84 images allows no change at all" in few.err
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,5 @@
 import json
+import warnings
 
 import pytest
 from torch import nn
@@ -209,6 +210,49 @@ def test_the_recipe_tells_the_quality_of_masks_that_were_learned_again():
     assert (quality["learned"], quality["one_shot"]) == (None, None)  # of masks in all layers
     seen = halve.evaluate(model, masks, [x[-100:][: quality["images"]]])
     assert (quality["agreement"], quality["kl"]) == pytest.approx((seen.agreement, seen.kl), abs=1e-5)
+
+
+ALL_KEPT = {"steps": 1, "pattern": "4:4", "fallback": False}  # masks that change nothing
+
+
+@pytest.mark.parametrize("given", [{}, {"drop_data": random(10, 16)}, {"validation": [random(10, 16)]}])
+def test_a_budget_below_one_image_is_warned_about_once(given):
+    with pytest.warns(LearningWarning) as warned:
+        masks = learn(costly(), random(200, 16), **ALL_KEPT, max_drop=0.02, **{"validation": None} | given)
+    found = [str(one.message) for one in warned if "max_drop" in str(one.message)]
+    assert len(found) == 1
+    assert found[0].startswith("max_drop=0.02 on 10 images allows no change at all, since one of them is 10.0 %")
+    assert "it takes 50 images or more; pass them with drop_data=" in found[0]
+    assert masks.recipe["drop_images"] == 10
+
+
+@pytest.mark.parametrize("max_drop", [0.1, 0.0])
+def test_a_budget_that_images_can_tell_is_not_warned_about(max_drop):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LearningWarning)
+        learn(costly(), random(200, 16), **ALL_KEPT, max_drop=max_drop, drop_data=random(10, 16))
+
+
+def test_too_few_images_are_warned_about_also_if_no_masks_meet_the_budget():
+    with pytest.warns(LearningWarning, match=r"max_drop=0.001 on 300 images"), pytest.raises(ModelError):
+        enforce_accuracy_budget(costly(), halve.prune(costly(), "random", pattern="1:4"), random(300, 16), 0.001)
+
+
+def test_images_that_chose_the_layers_give_no_confidence_interval():
+    options = {"steps": 1, "lr": 1e-6, "max_drop": 0.05, "permute": False, "progress": False, "fallback": False}
+    model, x = costly(), random(2000, 16)
+    masks = halve.learn(model, x, **options)
+    quality = masks.recipe["quality"]
+    assert masks.recipe["left_dense"]
+    assert quality["agreement_interval"] is None
+    assert "these images also chose the layers" in quality["no_interval"]
+    assert halve.report(masks).facts["agreement_interval"] is None
+    masks = halve.learn(model, x, drop_data=random(100, 16, seed=5), **options)
+    assert masks.recipe["left_dense"]
+    assert masks.recipe["quality"]["agreement_interval"][0] < masks.recipe["quality"]["agreement"]
+    assert "no_interval" not in masks.recipe["quality"]
+    masks = halve.learn(model, x, **options | {"max_drop": 1.0})
+    assert masks.recipe["quality"]["agreement_interval"]
 
 
 @pytest.mark.parametrize(

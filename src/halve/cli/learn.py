@@ -36,6 +36,8 @@ _A_FILE = {"report"}  # in Python a function that gets reports; here a page that
 
 BELOW_AGREEMENT = 5  # exit code: masks were written, but agree less than --min-agreement asks for
 
+_TRADED = ("max_drop", "min_speedup", "drop_metric", "drop_before", "drop", "drop_images", "left_dense", "relearned")
+
 _NOTES = {
     "start": "Existing masks are named by their file.",
     "validation": "Named as --data is; 'none' instead of False.",
@@ -235,7 +237,8 @@ def _recalibrated(opened: o.Opened, masks: halve.MaskSet, batches: Any, validati
     except HalveError as error:
         raise LearningError(f"{error}; the masks as learned are in the error's .masks", masks) from error
     now: dict[str, Any] = {"agreement": found.agreement, "kl": found.kl, "output_error": None, "recalibrated": True}
-    now["agreement_interval"] = found.agreement_interval and list(found.agreement_interval)
+    known = found.agreement_interval is not None and not quality.get("no_interval")
+    now["agreement_interval"] = list(found.agreement_interval or ()) if known else None
     return result.with_recipe(quality=quality | now)
 
 
@@ -245,7 +248,7 @@ def _show(masks: halve.MaskSet, path: Path, json: bool, searched: bool) -> None:
     if not searched:
         recipe["permute"] = None
     if json:
-        keys = ("quality", "steps_done", "seconds", "ended", "permute", "not_permuted", "drop", "left_dense")
+        keys = ("quality", "steps_done", "seconds", "ended", "permute", "not_permuted", *_TRADED)
         about = {key: recipe[key] for key in keys if recipe.get(key) is not None}
         show.as_json(show.described(masks, path) | about)
         return
@@ -255,7 +258,16 @@ def _show(masks: halve.MaskSet, path: Path, json: bool, searched: bool) -> None:
         show.note(f"note: no channel orders: {recipe['not_permuted']}")
     show.idle(masks)
     show.say(f"{show.saved(masks, path)}; {recipe['steps_done']} steps in {recipe['seconds']:.0f} s")
-    if recipe.get("left_dense"):
-        rows = [(name, f"{cost:.4f}") for name, cost in recipe["left_dense"].items()]
-        show.table(f"left dense, for a drop of {show.percent(recipe['drop'])}", ("layer", ">cost (KL)"), rows)
+    if "drop" in recipe:
+        _show_traded(recipe)
     show.quality(recipe)
+
+
+def _show_traded(recipe: dict[str, Any]) -> None:
+    """Print which layers a budget or a speed target leaves dense, and what the others cost."""
+    drop = f"drop of {show.percent(recipe['drop'])} on {recipe['drop_images']:,} images"
+    if not recipe["left_dense"]:
+        show.say(f"{drop}; no layer is left dense")
+        return
+    rows = [(name, f"{cost:.4f}") for name, cost in recipe["left_dense"].items()]
+    show.table(f"left dense, for a {drop}", ("layer", ">cost (KL)"), rows)

@@ -163,6 +163,8 @@ def quality(recipe: Mapping[str, Any]) -> None:
         rows.append((f"one-shot, {one_shot.get('score')}", *_qualities(one_shot)))
     title = f"compared with the dense network on {found.get('images')} validation images ({found.get('source')})"
     table(title, ("", ">agreement", ">mean KL", ">output error", ">95 % interval of agreement"), rows)
+    if found.get("no_interval"):
+        say(as_options(f"no interval: {found['no_interval']}"))
 
 
 def _qualities(found: Any) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from torch import nn
 
 from halve.batches import Forward, Progress, iterate
 from halve.errors import LearningError, LearningWarning, OptionError, first_line, listed, warn
-from halve.learn.accuracy_budget import Metric, Trade
+from halve.learn.accuracy_budget import Metric, Trade, warn_if_coarse
 from halve.learn.baseline import Baseline
 from halve.learn.comparison import Comparison, Verdict
 from halve.learn.distributed import Processes
@@ -140,7 +140,8 @@ def learn(
             learn the others again. With `plan`, those that save the fewest milliseconds for their cost.
         min_speedup: Speed target, such as 1.5: leave as many layers dense, by the same order, as the speed-up that
             `plan` estimates allows.
-        drop_data: Images on which the drop is measured. Default: those that are held back.
+        drop_data: Images on which the drop is measured. Default: those that are held back, which then give no
+            confidence interval for the masks, as they chose the layers.
         drop_metric: "agreement" with the dense network, or "top1" accuracy (needs labels). Default: "agreement".
         run_state: File that the state of the run is saved to, for `resume`.
         save_every: Seconds between saves. Default: 60.0.
@@ -188,10 +189,12 @@ def learn(
 
     # select
     split = _split(data, validation, settings.seed)
+    processes = Processes(device_of(model), trackers, None if log is None else Path(log).parent)
     if trade is not None:
         trade = trade.on(split)
+        if trade.max_drop is not None and trade.images is not None and processes.is_main:
+            warn_if_coarse(trade.max_drop, trade.images)
     inputs = Inputs(model, split.data, forward, progress)
-    processes = Processes(device_of(model), trackers, None if log is None else Path(log).parent)
     stream = BatchStream(split.data, processes.rank, processes.count)
     first = _first_batch(inputs, settings, stream)
     layers = select_layers(model, selection, first, forward, settings.start)
@@ -248,9 +251,9 @@ def learn(
     if processes.is_main:
         verdict.warn()
     if trade is not None:
-        masks = _traded(trade, inputs, masks)
+        masks = _traded(trade, inputs, masks, processes.is_main)
         if masks.recipe["left_dense"]:
-            masks = processes.broadcast(comparison.judged(masks) if processes.is_main else masks)
+            masks = processes.broadcast(comparison.judged(masks, trade.held_back) if processes.is_main else masks)
             others = {"forward": forward, "precision": precision, "report": report, "progress": progress}
             masks = _relearned(trade, run, comparison, masks, {**given, **selection, **others})
     return masks
@@ -362,10 +365,10 @@ def _verdict(
     return verdict
 
 
-def _traded(trade: Trade, inputs: Inputs, masks: MaskSet) -> MaskSet:
+def _traded(trade: Trade, inputs: Inputs, masks: MaskSet, warns: bool) -> MaskSet:
     """The masks within the accuracy budget or the speed target; an error keeps those that were learned."""
     try:
-        return trade.enforced(inputs.model, masks, inputs.forward, inputs.progress)
+        return trade.enforced(inputs.model, masks, inputs.forward, inputs.progress, warns)
     except Exception as error:  # drop_data and forward are the user's
         raise LearningError(f"{first_line(error)}; the masks as learned are in the error's .masks", masks) from error
 
@@ -398,4 +401,4 @@ def _relearned(trade: Trade, run: Run, comparison: Comparison, masks: MaskSet, o
     if found.recipe["ended"] == "interrupted" or drop > recipe["drop"]:
         return masks
     found = found.with_recipe(**{**recipe, "drop": drop, "relearned": again["steps"]})
-    return comparison.judged(found, returned="learned")
+    return comparison.judged(found, trade.held_back, returned="learned")
