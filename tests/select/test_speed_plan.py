@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import warnings
 
 import pytest
 import torch
@@ -221,6 +222,13 @@ def test_what_masks_save_is_told_from_what_needs_no_masks():
         halve.select(net(), plan=fused)
     assert plan().pays
     assert plan(sparse_ms=4.5).saved == 0.0
+
+
+def test_the_first_process_alone_warns_of_masks_that_save_nothing(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SpeedWarning)
+        halve.select(net(), plan=plan(sparse_ms=3.99))
 
 
 def test_a_speed_that_needs_no_masks_is_refused_before_anything_is_learned():

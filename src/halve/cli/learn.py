@@ -10,7 +10,7 @@ import halve
 from halve.cli import options as o
 from halve.cli import progress, show
 from halve.cli.learning_page import LearningPage
-from halve.cli.output import LOG, MASKS, REPORT, RUN_STATE, Output, is_first_rank, reads
+from halve.cli.output import LOG, MASKS, REPORT, RUN_STATE, Output, reads
 from halve.cli.signature import derived, with_options
 from halve.errors import DataError, FileError, HalveError, LearningError, OptionError
 from halve.learn import held_back
@@ -19,6 +19,7 @@ from halve.learn.reporting import Report, is_log
 from halve.learn.run_state import SUFFIX as LEARNING_SUFFIX
 from halve.learn.settings import LearnOptions
 from halve.masks.file import SUFFIX
+from halve.progress import is_first_rank
 from halve.select.select import SelectOptions
 from halve.sources.data import Data
 

@@ -29,6 +29,7 @@ from halve.modules import (
     zeros_stay_zero,
 )
 from halve.process_state import preserved_process_state
+from halve.progress import is_first_rank
 from halve.select.head import find_heads
 from halve.select.ran import layers_that_run
 from halve.select.speed_plan import SpeedPlan, load_plan
@@ -235,7 +236,7 @@ def _speeds(
         raise OptionError(f"plan= needs order='channels', got {order!r}: no hardware can use blocks in another order")
     found.check_target(device_names(), target)
     found.check_network({name: _shape(module) for name, module in layers})
-    if found.faster and not found.pays:  # if no layer is faster, nothing is masked
+    if found.faster and not found.pays and is_first_rank():  # if no layer is faster, nothing is masked
         warn(f"{found.device}, {found.dtype}, batch {found.batch}: {found.verdict}", SpeedWarning)
     return found
 
