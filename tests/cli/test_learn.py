@@ -140,6 +140,9 @@ def test_layers_that_a_budget_leaves_dense_are_told_with_the_images_that_chose_t
     assert told["left_dense"]
     result = halve("learn", *sure, *options)
     assert f"left dense, for a drop of {100 * told['drop']:.2f} % on 84 images" in result.out
+    again = "the other layers were learned again, for 1 steps" in result.out
+    assert again != ("note: the other layers were not learned again: " in result.err)
+    assert again == ("relearned" in told) != ("not_relearned" in told)
     assert "no interval: these images also chose the layers that stay dense; --drop-data measures" in result.out
     again = halve("learn", *sure, *options, "--recalibrate", "--json").json["quality"]
     assert (again["agreement_interval"], again["recalibrated"]) == (None, True)

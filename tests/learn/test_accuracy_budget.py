@@ -1,4 +1,5 @@
 import json
+import re
 import warnings
 
 import pytest
@@ -6,7 +7,7 @@ from torch import nn
 
 import halve
 from halve.errors import DataError, LearningWarning, ModelError, OptionError
-from halve.learn.accuracy_budget import by_worth, costs_of, enforce_accuracy_budget, enforce_speed_target
+from halve.learn.accuracy_budget import Trade, by_worth, costs_of, enforce_accuracy_budget, enforce_speed_target
 from halve.machine import device_names
 from halve.select.speed_plan import LayerSpeed, SpeedPlan
 from tests.random_masks import random
@@ -210,6 +211,43 @@ def test_the_recipe_tells_the_quality_of_masks_that_were_learned_again():
     assert (quality["learned"], quality["one_shot"]) == (None, None)  # of masks in all layers
     seen = halve.evaluate(model, masks, [x[-100:][: quality["images"]]])
     assert (quality["agreement"], quality["kl"]) == pytest.approx((seen.agreement, seen.kl), abs=1e-5)
+
+
+def test_an_iterator_cannot_be_learned_from_again_and_this_is_said():
+    model, x = costly(), random(400, 16)
+    options = {"steps": 4, "max_drop": 0.05, "drop_data": iter([x[:200]]), "permute": False, "fallback": False}
+    with pytest.warns(LearningWarning, match=r"not learned again: the data is an iterator, .* pass a DataLoader"):
+        masks = halve.learn(model, iter(x.split(40)), **options)
+    assert masks.recipe["left_dense"]
+    assert masks.recipe["not_relearned"].startswith("the data is an iterator")
+    assert "relearned" not in masks.recipe
+
+
+def test_masks_that_were_worse_after_learning_again_are_not_returned(monkeypatch):
+    model, x = costly(), random(400, 16)
+    monkeypatch.setattr(Trade, "drop", lambda *_: 0.5)
+    options = {"steps": 4, "max_drop": 0.05, "drop_data": iter([x]), "permute": False, "progress": False}
+    masks = halve.learn(model, x, **options, fallback=False)
+    assert masks.recipe["drop"] == pytest.approx(drop_of(model, masks, x))
+    assert masks.recipe["left_dense"]
+    assert re.match(r"the drop was 50.00 % afterwards, and \d\.\d\d % before", masks.recipe["not_relearned"])
+
+
+def test_an_error_while_learning_again_keeps_the_masks():
+    model, x = costly(), random(400, 16)
+    steps = []
+
+    def report(event):
+        steps.append(event)
+        if len(steps) > 5 + 1:  # an estimate and four steps, the estimate and the first step after that
+            raise ValueError("the disk is full")
+
+    options = {"steps": 4, "max_drop": 0.05, "permute": False, "progress": False, "report": report}
+    with pytest.warns(LearningWarning, match="not learned again: .*the disk is full"):
+        masks = halve.learn(model, x, **options, drop_data=x)
+    assert masks.recipe["left_dense"]
+    assert "the disk is full" in masks.recipe["not_relearned"]
+    assert masks.recipe["drop"] <= 0.05
 
 
 ALL_KEPT = {"steps": 1, "pattern": "4:4", "fallback": False}  # masks that change nothing

@@ -37,7 +37,10 @@ _A_FILE = {"report"}  # in Python a function that gets reports; here a page that
 
 BELOW_AGREEMENT = 5  # exit code: masks were written, but agree less than --min-agreement asks for
 
-_TRADED = ("max_drop", "min_speedup", "drop_metric", "drop_before", "drop", "drop_images", "left_dense", "relearned")
+_TRADED = (  # of the recipe, where there is a budget or a speed target
+    *("max_drop", "min_speedup", "drop_metric", "drop_before", "drop", "drop_images"),
+    *("left_dense", "relearned", "not_relearned"),
+)
 
 _NOTES = {
     "start": "Existing masks are named by their file.",
@@ -272,3 +275,7 @@ def _show_traded(recipe: dict[str, Any]) -> None:
         return
     rows = [(name, f"{cost:.4f}") for name, cost in recipe["left_dense"].items()]
     show.table(f"left dense, for a {drop}", ("layer", ">cost (KL)"), rows)
+    if "relearned" in recipe:
+        show.say(f"the other layers were learned again, for {recipe['relearned']} steps")
+    else:
+        show.note(f"note: the other layers were not learned again: {recipe['not_relearned']}")

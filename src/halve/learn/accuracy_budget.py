@@ -85,6 +85,10 @@ class Trade:
             raise DataError(f"{option}= needs images to measure the drop on: {split.reason}; pass drop_data=")
         return replace(self, data=split.held_back, held_back=True, images=split.images or None)
 
+    def reread(self) -> "Trade":
+        """The same with data that can be read more than once: an iterator becomes a list."""
+        return replace(self, data=reiterable(self.data))
+
     def enforced(
         self, model: nn.Module, masks: MaskSet, forward: Forward | None, progress: Progress | None, warns: bool
     ) -> MaskSet:

@@ -194,7 +194,7 @@ def learn(
         trade = trade.on(split)
         if trade.max_drop is not None and trade.images is not None and processes.is_main:
             warn_if_coarse(trade.max_drop, trade.images)
-    inputs = Inputs(model, split.data, forward, progress)
+    inputs = Inputs(model, split.data, forward, progress if processes.is_main else False)
     stream = BatchStream(split.data, processes.rank, processes.count)
     first = _first_batch(inputs, settings, stream)
     layers = select_layers(model, selection, first, forward, settings.start)
@@ -251,7 +251,7 @@ def learn(
     if processes.is_main:
         verdict.warn()
     if trade is not None:
-        masks = _traded(trade, inputs, masks, processes.is_main)
+        trade, masks = _traded(trade, inputs, masks, processes.is_main)
         if masks.recipe["left_dense"]:
             masks = processes.broadcast(comparison.judged(masks, trade.held_back) if processes.is_main else masks)
             others = {"forward": forward, "precision": precision, "report": report, "progress": progress}
@@ -365,10 +365,11 @@ def _verdict(
     return verdict
 
 
-def _traded(trade: Trade, inputs: Inputs, masks: MaskSet, warns: bool) -> MaskSet:
+def _traded(trade: Trade, inputs: Inputs, masks: MaskSet, warns: bool) -> tuple[Trade, MaskSet]:
     """The masks within the accuracy budget or the speed target; an error keeps those that were learned."""
     try:
-        return trade.enforced(inputs.model, masks, inputs.forward, inputs.progress, warns)
+        trade = trade.reread()
+        return trade, trade.enforced(inputs.model, masks, inputs.forward, inputs.progress, warns)
     except Exception as error:  # drop_data and forward are the user's
         raise LearningError(f"{first_line(error)}; the masks as learned are in the error's .masks", masks) from error
 
@@ -387,18 +388,29 @@ def options_to_relearn(options: Mapping[str, Any], masks: MaskSet, steps: int) -
 
 def _relearned(trade: Trade, run: Run, comparison: Comparison, masks: MaskSet, options: Mapping[str, Any]) -> MaskSet:
     """The masks of the layers that are not left dense, learned again for a quarter of the steps, if that is better."""
-    recipe, split, inputs = masks.recipe, run.split, run.inputs
-    if run.processes.count > 1 or split.kind == "iterator" or recipe["ended"] == "interrupted":
-        return masks
+    recipe, split, inputs, processes = masks.recipe, run.split, run.inputs, run.processes
+
+    def as_they_are(reason: str, *, tell: bool = True) -> MaskSet:
+        if tell and processes.is_main:
+            warn(f"the remaining layers were not learned again: {reason}", LearningWarning)
+        return masks.with_recipe(not_relearned=reason)
+
+    if recipe["ended"] == "interrupted":
+        return as_they_are("interrupted", tell=False)
+    if split.kind == "iterator":
+        return as_they_are("the data is an iterator, which gives its images once; pass a DataLoader or a list")
     again = options_to_relearn(options, masks, recipe["steps_done"])
     validation = split.held_back if split.source else False
     try:
         found = learn(inputs.model, split.data, **again, validation=validation)
-        drop = trade.drop(inputs.model, found, inputs.forward)
-    except LearningError as error:
-        warn(f"the remaining layers were not learned again: {first_line(error)}", LearningWarning)
-        return masks
-    if found.recipe["ended"] == "interrupted" or drop > recipe["drop"]:
-        return masks
+        if found.recipe["ended"] == "interrupted":
+            return as_they_are("interrupted", tell=False)
+        drop = processes.broadcast(trade.drop(inputs.model, found, inputs.forward))
+    except Exception as error:  # data, report and forward are the user's
+        return as_they_are(first_line(error))
+    if drop > recipe["drop"]:
+        worse = f"the drop was {100 * drop:.2f} % afterwards, and {100 * recipe['drop']:.2f} % before"
+        return as_they_are(worse, tell=False)
     found = found.with_recipe(**{**recipe, "drop": drop, "relearned": again["steps"]})
-    return comparison.judged(found, trade.held_back, returned="learned")
+    judged = comparison.judged(found, trade.held_back, returned="learned") if processes.is_main else found
+    return processes.broadcast(judged)
