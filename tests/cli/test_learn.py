@@ -18,7 +18,9 @@ from halve.errors import ModelError
 from halve.learn import initialization
 from halve.learn.held_back import hold_back
 from halve.learn.settings import Settings
+from halve.machine import device_names
 from halve.select.select import SelectOptions
+from halve.select.speed_plan import LayerSpeed, SpeedPlan
 from halve.sources.data import load_data
 from halve.sources.models import load_model
 from halve.sources.weights import save_state
@@ -130,6 +132,22 @@ def test_a_budget_for_accuracy_is_kept_and_told(halve, net):
     assert (told["drop"] <= 1.0, told["drop_images"], told["left_dense"]) == (True, 12, {})
     shown = halve("learn", *net, *options).out
     assert f"drop of {100 * told['drop']:.2f} % on 12 images; no layer is left dense" in shown
+
+
+def test_with_a_plan_the_speed_is_estimated(halve, sure, many):
+    shapes = {"body": (16, 8, 3, 3), "point": (16, 16, 1, 1)}
+    layers = {name: LayerSpeed(shape, "", 1.0, 0.5) for name, shape in shapes.items()}
+    SpeedPlan(layers, device_names()[-1], "float32", 8, (3, 8, 8), 5.0, 4.0, 2.0).save("plan.json")
+    options = ("--data", many, *QUICK, "--lr", "1e-6", "--no-fallback", "--plan", "plan.json")
+    result = halve("learn", *sure, *options)
+    assert f"estimated 2.00 ms, 2.50 x as fast as dense, on {device_names()[-1]}, float32, batch 8" in result.out
+    options = (*options, "--min-speedup", "1.5")
+    told = halve("learn", *sure, *options, "--json").json
+    assert (told["estimated"]["ms"], told["left_dense_ms"]) == (3.0, dict.fromkeys(told["left_dense"], 1.0))
+    result = halve("learn", *sure, *options)
+    assert "estimated 3.00 ms, 1.67 x as fast as dense" in result.out
+    row = next(line for line in result.out.splitlines() if line.startswith(next(iter(told["left_dense"]))))
+    assert row.split()[-1] == "1.0000"
 
 
 def test_layers_that_a_budget_leaves_dense_are_told_with_the_images_that_chose_them(halve, sure, many):

@@ -182,6 +182,27 @@ def test_learn_reaches_a_speed_target_and_learns_the_other_layers_again():
     assert halve.verify(halve.apply(model, masks), masks).ok
 
 
+def test_the_recipe_estimates_the_speed_of_masks_with_a_plan_and_what_others_would_save():
+    model, x = costly(), random(400, 16)
+    plan = plan_of(halve.prune(model), [0.5, 0.5, 0.5, 0.5])
+    options = {"steps": 2, "plan": plan, "permute": False, "progress": False, "fallback": False}
+    masks = halve.learn(model, x, min_speedup=1.4, **options)
+    expected = {"ms": plan.ms(masks), "speedup": 1.6, "dense_ms": 10.0, "device": plan.device}
+    assert masks.recipe["estimated"] == expected | {"dtype": "float32", "batch": 1}
+    assert masks.recipe["left_dense_ms"] == dict.fromkeys(masks.recipe["left_dense"], 1.25)
+    recipe = halve.learn(model, x, **options).recipe
+    assert (recipe["estimated"]["ms"], recipe["estimated"]["speedup"]) == (5.0, 2.0)
+    assert "left_dense_ms" not in recipe
+    again = halve.learn(model, x, steps=2, permute=False, progress=False, fallback=False, start=masks).recipe
+    assert "estimated" not in again  # for which machine would that be?
+
+
+@pytest.mark.parametrize("options", [{}, {"min_speedup": 1.5}, {"max_drop": 0.5}])
+def test_a_plan_that_is_none_is_refused(options):
+    with pytest.raises(OptionError, match=r"plan must be what halve.measure returned, or the file .*; got dict"):
+        halve.learn(costly(), random(400, 16), plan={"layers": {}}, steps=1, **options)
+
+
 def test_a_speed_that_no_masks_reach_is_refused_before_anything_is_learned():
     model, seen = costly(), []
     plan = plan_of(halve.prune(model), [0.5, 0.5, 0.5, 0.5])

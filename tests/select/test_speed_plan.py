@@ -121,6 +121,12 @@ def test_a_plan_of_another_machine_is_refused_unless_it_is_the_target():
     assert len(halve.select(net(), plan=other_threads).masked) == 1
 
 
+@pytest.mark.parametrize("given", [{}, 1.5, b"plan.json"], ids=str)
+def test_what_is_no_plan_is_refused(given):
+    with pytest.raises(OptionError, match=r"plan must be what halve.measure returned, or the file .*; got \w+"):
+        halve.select(net(), plan=given)
+
+
 def test_a_plan_of_another_network_is_refused():
     with pytest.raises(OptionError, match=r"layer 1 has a weight of shape \(8, 8, 1, 1\), in the plan \(8, 8, 3, 3\)"):
         halve.select(nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1), nn.Conv2d(8, 8, 1)), plan=plan())

@@ -39,7 +39,7 @@ BELOW_AGREEMENT = 5  # exit code: masks were written, but agree less than --min-
 
 _TRADED = (  # of the recipe, where there is a budget or a speed target
     *("max_drop", "min_speedup", "drop_metric", "drop_before", "drop", "drop_images"),
-    *("left_dense", "relearned", "not_relearned"),
+    *("left_dense", "left_dense_ms", "relearned", "not_relearned"),
 )
 
 _NOTES = {
@@ -252,7 +252,7 @@ def _show(masks: halve.MaskSet, path: Path, json: bool, searched: bool) -> None:
     if not searched:
         recipe["permute"] = None
     if json:
-        keys = ("quality", "steps_done", "seconds", "ended", "permute", "not_permuted", *_TRADED)
+        keys = ("quality", "steps_done", "seconds", "ended", "permute", "not_permuted", "estimated", *_TRADED)
         about = {key: recipe[key] for key in keys if recipe.get(key) is not None}
         show.as_json(show.described(masks, path) | about)
         return
@@ -264,7 +264,20 @@ def _show(masks: halve.MaskSet, path: Path, json: bool, searched: bool) -> None:
     show.say(f"{show.saved(masks, path)}; {recipe['steps_done']} steps in {recipe['seconds']:.0f} s")
     if "drop" in recipe:
         _show_traded(recipe)
+    if "estimated" in recipe:
+        show.say(_estimate(recipe["estimated"]))
     show.quality(recipe)
+
+
+def _estimate(found: dict[str, Any]) -> str:
+    """The estimated speed of the network, in one line.
+
+    >>> _estimate({"ms": 3.63, "speedup": 1.73, "device": "NVIDIA H200", "dtype": "float16", "batch": 256})
+    'estimated 3.63 ms, 1.73 x as fast as dense, on NVIDIA H200, float16, batch 256'
+    """
+    time = f"{found['ms']:.{2 if found['ms'] >= 1 else 4}f} ms"
+    where = f"on {found['device']}, {found['dtype']}, batch {found['batch']}"
+    return f"estimated {time}, {found['speedup']:.2f} x as fast as dense, {where}"
 
 
 def _show_traded(recipe: dict[str, Any]) -> None:
@@ -273,8 +286,12 @@ def _show_traded(recipe: dict[str, Any]) -> None:
     if not recipe["left_dense"]:
         show.say(f"{drop}; no layer is left dense")
         return
-    rows = [(name, f"{cost:.4f}") for name, cost in recipe["left_dense"].items()]
-    show.table(f"left dense, for a {drop}", ("layer", ">cost (KL)"), rows)
+    columns, saved = ["layer", ">cost (KL)"], recipe.get("left_dense_ms")
+    rows = [[name, f"{cost:.4f}"] for name, cost in recipe["left_dense"].items()]
+    if saved is not None:
+        columns.append(">ms that a mask would save")
+        rows = [[*row, f"{saved[row[0]]:.4f}"] for row in rows]
+    show.table(f"left dense, for a {drop}", columns, rows)
     if "relearned" in recipe:
         show.say(f"the other layers were learned again, for {recipe['relearned']} steps")
     else:

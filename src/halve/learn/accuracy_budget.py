@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -18,7 +17,7 @@ from halve.masks.corrections import corrected
 from halve.masks.mask import MaskSet
 from halve.modules import clone, plain_weight_, weight_name, weight_of
 from halve.select.select import SelectOptions
-from halve.select.speed_plan import SpeedPlan, load_plan
+from halve.select.speed_plan import SpeedPlan, plan_of
 
 Metric = Literal["agreement", "top1"]
 
@@ -57,7 +56,7 @@ class Trade:
             check_speed_target(min_speedup)
             if plan is None:
                 raise OptionError("min_speedup= needs plan=, what 'halve.measure' found on the target")
-        speeds = load_plan(plan) if isinstance(plan, str | Path) else plan
+        speeds = None if plan is None else plan_of(plan)
         if min_speedup is not None and speeds is not None and (without := speeds.speedup(())) >= min_speedup:
             raise OptionError(
                 f"min_speedup={min_speedup:g} needs no masks: compiled without them the network is {without:.2f} x as "

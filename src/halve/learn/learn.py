@@ -45,6 +45,7 @@ from halve.masks.mask import MaskSet
 from halve.modules import device_of, unwrapped
 from halve.permute.policy import search_by_default, search_seconds
 from halve.process_state import preserved_process_state
+from halve.select.speed_plan import SpeedPlan, plan_of
 
 _SHARE = 4  # masks are learned again for a quarter of the steps
 _NOT_AGAIN = (  # options of `learn` that hold for the first run only
@@ -256,7 +257,8 @@ def learn(
             masks = processes.broadcast(comparison.judged(masks, trade.held_back) if processes.is_main else masks)
             others = {"forward": forward, "precision": precision, "report": report, "progress": progress}
             masks = _relearned(trade, run, comparison, masks, {**given, **selection, **others})
-    return masks
+    plan = selection.get("plan")
+    return masks if plan is None else _estimated(masks, plan_of(plan))
 
 
 def _check_options(
@@ -372,6 +374,16 @@ def _traded(trade: Trade, inputs: Inputs, masks: MaskSet, warns: bool) -> tuple[
         return trade, trade.enforced(inputs.model, masks, inputs.forward, inputs.progress, warns)
     except Exception as error:  # drop_data and forward are the user's
         raise LearningError(f"{first_line(error)}; the masks as learned are in the error's .masks", masks) from error
+
+
+def _estimated(masks: MaskSet, plan: SpeedPlan) -> MaskSet:
+    """The masks, with the estimated time of the network, and what masks in the layers left dense would have saved."""
+    left = masks.recipe.get("left_dense")
+    if not left:
+        return masks.with_recipe(estimated=plan.estimate(masks))
+    now = plan.ms(masks)
+    saved = {name: round(now - plan.ms([*masks, name]), 6) for name in left}
+    return masks.with_recipe(estimated=plan.estimate(masks), left_dense_ms=saved)
 
 
 def options_to_relearn(options: Mapping[str, Any], masks: MaskSet, steps: int) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from halve.process_state import preserved_process_state
 from halve.progress import is_first_rank
 from halve.select.head import find_heads
 from halve.select.ran import layers_that_run
-from halve.select.speed_plan import SpeedPlan, load_plan
+from halve.select.speed_plan import SpeedPlan, load_plan, plan_of
 from halve.text import aligned
 
 Remainder = Literal["skip", "pad", "error"]
@@ -231,7 +231,7 @@ def _speeds(
     plan: SpeedPlan | str | Path, target: str | None, layers: Sequence[tuple[str, nn.Module]], order: Order
 ) -> SpeedPlan:
     """The plan, checked to be of this network, and of this machine or the target."""
-    found = plan if isinstance(plan, SpeedPlan) else load_plan(plan)
+    found = plan_of(plan)
     if order != "channels":
         raise OptionError(f"plan= needs order='channels', got {order!r}: no hardware can use blocks in another order")
     found.check_target(device_names(), target)

@@ -143,6 +143,11 @@ class SpeedPlan(Mapping[str, LayerSpeed]):
         """Estimated speed of the network with masks in these layers only, relative to the dense network."""
         return self.dense_ms / self.ms(masked)
 
+    def estimate(self, masked: Collection[str]) -> dict[str, Any]:
+        """The estimated time of the network with masks in these layers only, and what it holds for, as JSON values."""
+        speed = {"ms": self.ms(masked), "speedup": round(self.speedup(masked), 4), "dense_ms": self.dense_ms}
+        return speed | {"device": self.device, "dtype": self.dtype, "batch": self.batch}
+
     @property
     def times(self) -> dict[str, float]:
         """The times of the whole network, by name."""
@@ -301,6 +306,17 @@ def load_plan(path: str | Path) -> SpeedPlan:
         raise FileError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise FileError(f"{path} is not a plan of 'halve measure': {error}") from error
+
+
+def plan_of(given: SpeedPlan | str | Path) -> SpeedPlan:
+    """The plan that was given, or that of the file that was. Raises `OptionError` for anything else."""
+    if isinstance(given, SpeedPlan):
+        return given
+    if not isinstance(given, str | Path):
+        raise OptionError(
+            f"plan must be what halve.measure returned, or the file that it was saved to; got {type(given).__name__}"
+        )
+    return load_plan(given)
 
 
 def is_plan(path: Path) -> bool:
