@@ -12,9 +12,14 @@ _EVERY_S = 0.1
 _BAR = 20  # characters
 
 
+def is_first_rank() -> bool:
+    """Whether this is the process that reports and writes; under torchrun there are others."""
+    return int(os.environ.get("RANK", "0")) == 0
+
+
 def is_watched() -> bool:
     """Whether standard error is a terminal or a notebook. Under torchrun, only the first process is watched."""
-    if int(os.environ.get("RANK", "0")) != 0 or sys.stderr is None:
+    if not is_first_rank() or sys.stderr is None:
         return False
     return _in_notebook() or (sys.stderr.isatty() and os.environ.get("TERM") != "dumb")
 

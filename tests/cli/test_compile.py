@@ -25,6 +25,12 @@ def test_a_compiled_network_is_written_and_can_be_read(halve, net, masks, folder
 
 
 @pytest.mark.filterwarnings("always:running dense")
+def test_a_network_without_masks_is_said_to_keep_all_weights(halve, net, masks):
+    assert "no masks: all weights kept" in halve("compile", *net, *QUICK).out.splitlines()
+    assert "no masks" not in halve("compile", *net, *QUICK, "--masks", masks).out
+
+
+@pytest.mark.filterwarnings("always:running dense")
 def test_other_image_sizes_are_taken_when_asked_for(halve, net, masks, folder):
     halve("compile", *net, "--masks", masks, *QUICK, "--any-size")
     assert package.load_compiled(folder / "net.compiled.safetensors")(torch.randn(2, 3, 24, 16)).shape[0] == 2

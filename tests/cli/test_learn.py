@@ -18,7 +18,9 @@ from halve.errors import ModelError
 from halve.learn import initialization
 from halve.learn.held_back import hold_back
 from halve.learn.settings import Settings
+from halve.machine import device_names
 from halve.select.select import SelectOptions
+from halve.select.speed_plan import LayerSpeed, SpeedPlan
 from halve.sources.data import load_data
 from halve.sources.models import load_model
 from halve.sources.weights import save_state
@@ -98,6 +100,23 @@ def test_learning_goes_on_from_a_mask_file(halve, net, learned):
     assert library.load("more.masks.safetensors").difference(learned) == 0
 
 
+def test_masks_of_few_layers_are_updated_and_keep_their_channel_orders_without_a_search(halve, net):
+    halve("learn", *net, "--data", "photos", *FAST, "--exclude", "body", "--out", "few.masks.safetensors")
+    first = library.load("few.masks.safetensors")
+    more = ("--data", "photos", *FAST, "--lr", "1e-6", "--start", "few.masks.safetensors")
+    shown = halve("learn", *net, *more)
+    again = library.load("net.masks.safetensors")
+    assert (list(first), again.difference(first)) == (["point"], 0)
+    assert again.moves == first.moves != {}
+    assert "channel orders" not in shown.out
+    assert "permute" not in halve("learn", *net, *more, "--json").json
+
+
+def test_a_mask_file_to_start_from_that_does_not_exist_is_told(halve, net):
+    for name in ("nothere.masks.safetensors", "masks/nothere"):
+        assert "no such file" in halve("learn", *net, "--data", "photos", *FAST, "--start", name, code=2).err
+
+
 def test_the_papers_recipe_masks_flat_convolutions_only(halve, net):
     halve("learn", *net, "--data", "photos", *FAST, "--preset", "paper")
     masks = library.load("net.masks.safetensors")
@@ -108,8 +127,45 @@ def test_the_papers_recipe_masks_flat_convolutions_only(halve, net):
 
 
 def test_a_budget_for_accuracy_is_kept_and_told(halve, net):
-    options = ("--data", "photos", *FAST, "--max-drop", "1.0", "--drop-data", "photos", "--json")
-    assert halve("learn", *net, *options).json["drop"] <= 1.0
+    options = ("--data", "photos", *FAST, "--max-drop", "1.0", "--drop-data", "photos")
+    told = halve("learn", *net, *options, "--json").json
+    assert (told["drop"] <= 1.0, told["drop_images"], told["left_dense"]) == (True, 12, {})
+    shown = halve("learn", *net, *options).out
+    assert f"drop of {100 * told['drop']:.2f} % on 12 images; no layer is left dense" in shown
+
+
+def test_with_a_plan_the_speed_is_estimated(halve, sure, many):
+    shapes = {"body": (16, 8, 3, 3), "point": (16, 16, 1, 1)}
+    layers = {name: LayerSpeed(shape, "", 1.0, 0.5) for name, shape in shapes.items()}
+    SpeedPlan(layers, device_names()[-1], "float32", 8, (3, 8, 8), 5.0, 4.0, 2.0).save("plan.json")
+    options = ("--data", many, *QUICK, "--lr", "1e-6", "--no-fallback", "--plan", "plan.json")
+    result = halve("learn", *sure, *options)
+    assert f"estimated 2.00 ms, 2.50 x as fast as dense, on {device_names()[-1]}, float32, batch 8" in result.out
+    options = (*options, "--min-speedup", "1.5")
+    told = halve("learn", *sure, *options, "--json").json
+    assert (told["estimated"]["ms"], told["left_dense_ms"]) == (3.0, dict.fromkeys(told["left_dense"], 1.0))
+    result = halve("learn", *sure, *options)
+    assert "estimated 3.00 ms, 1.67 x as fast as dense" in result.out
+    row = next(line for line in result.out.splitlines() if line.startswith(next(iter(told["left_dense"]))))
+    assert row.split()[-1] == "1.0000"
+
+
+def test_layers_that_a_budget_leaves_dense_are_told_with_the_images_that_chose_them(halve, sure, many):
+    options = ("--data", many, *QUICK, "--lr", "1e-6", "--no-fallback", "--validation", many, "--max-drop")
+    everything = halve("learn", *sure, *options, "1.0", "--json").json["drop_before"]
+    options = (*options, str(everything - 0.001))
+    told = halve("learn", *sure, *options, "--json").json
+    assert told["left_dense"]
+    result = halve("learn", *sure, *options)
+    assert f"left dense, for a drop of {100 * told['drop']:.2f} % on 84 images" in result.out
+    again = "the other layers were learned again, for 1 steps" in result.out
+    assert again != ("note: the other layers were not learned again: " in result.err)
+    assert again == ("relearned" in told) != ("not_relearned" in told)
+    assert "no interval: these images also chose the layers that stay dense; --drop-data measures" in result.out
+    again = halve("learn", *sure, *options, "--recalibrate", "--json").json["quality"]
+    assert (again["agreement_interval"], again["recalibrated"]) == (None, True)
+    few = halve("learn", *sure, *options[:-1], "0.01", code=2)
+    assert "--max-drop 0.01 on 84 images allows no change at all" in few.err
 
 
 @pytest.mark.parametrize(

@@ -103,3 +103,15 @@ def test_control_characters_never_reach_the_terminal(capsys, print_):
 def test_ordinary_text_is_printed_as_it_is():
     for text in ("layer1.0.conv2", "ä:ö, \u4e2d\u6587, 3 % \u2192 x", "one\ntwo"):
         assert show.printable(text) == text
+
+
+def test_only_masks_in_the_same_layers_are_compared(capsys):
+    facts = {"agreement": 0.9, "kl": 0.1, "output_error": 0.2, "agreement_interval": None}
+    about = {"images": 64, "source": "the last images of the data", **facts}
+    show.quality({"quality": {"returned": "learned", "learned": None, "one_shot": None, **about}})
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[:3] for line in lines[2:]] == [["these", "masks", "(learned)"]]
+    show.quality({"quality": {"returned": "wanda", "learned": facts, "one_shot": {"score": "wanda", **facts}, **about}})
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[2].startswith("these masks (one-shot, wanda) ")
+    assert lines[3].startswith("learned ")

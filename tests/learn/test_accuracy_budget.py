@@ -1,11 +1,13 @@
 import json
+import re
+import warnings
 
 import pytest
 from torch import nn
 
 import halve
-from halve.errors import DataError, ModelError, OptionError
-from halve.learn.accuracy_budget import by_worth, costs_of, enforce_accuracy_budget, enforce_speed_target
+from halve.errors import DataError, LearningWarning, ModelError, OptionError
+from halve.learn.accuracy_budget import Trade, by_worth, costs_of, enforce_accuracy_budget, enforce_speed_target
 from halve.machine import device_names
 from halve.select.speed_plan import LayerSpeed, SpeedPlan
 from tests.random_masks import random
@@ -180,6 +182,27 @@ def test_learn_reaches_a_speed_target_and_learns_the_other_layers_again():
     assert halve.verify(halve.apply(model, masks), masks).ok
 
 
+def test_the_recipe_estimates_the_speed_of_masks_with_a_plan_and_what_others_would_save():
+    model, x = costly(), random(400, 16)
+    plan = plan_of(halve.prune(model), [0.5, 0.5, 0.5, 0.5])
+    options = {"steps": 2, "plan": plan, "permute": False, "progress": False, "fallback": False}
+    masks = halve.learn(model, x, min_speedup=1.4, **options)
+    expected = {"ms": plan.ms(masks), "speedup": 1.6, "dense_ms": 10.0, "device": plan.device}
+    assert masks.recipe["estimated"] == expected | {"dtype": "float32", "batch": 1}
+    assert masks.recipe["left_dense_ms"] == dict.fromkeys(masks.recipe["left_dense"], 1.25)
+    recipe = halve.learn(model, x, **options).recipe
+    assert (recipe["estimated"]["ms"], recipe["estimated"]["speedup"]) == (5.0, 2.0)
+    assert "left_dense_ms" not in recipe
+    again = halve.learn(model, x, steps=2, permute=False, progress=False, fallback=False, start=masks).recipe
+    assert "estimated" not in again  # for which machine would that be?
+
+
+@pytest.mark.parametrize("options", [{}, {"min_speedup": 1.5}, {"max_drop": 0.5}])
+def test_a_plan_that_is_none_is_refused(options):
+    with pytest.raises(OptionError, match=r"plan must be what halve.measure returned, or the file .*; got dict"):
+        halve.learn(costly(), random(400, 16), plan={"layers": {}}, steps=1, **options)
+
+
 def test_a_speed_that_no_masks_reach_is_refused_before_anything_is_learned():
     model, seen = costly(), []
     plan = plan_of(halve.prune(model), [0.5, 0.5, 0.5, 0.5])
@@ -195,6 +218,100 @@ def test_learning_again_keeps_what_is_better():
     assert masks.recipe["relearned"] == 10  # deterministic: it is better here
     assert masks.recipe["drop"] <= 0.05
     assert masks.recipe["quality"]["agreement"] == pytest.approx(1 - drop_of(model, masks, x[-20:]))
+
+
+def test_the_recipe_tells_the_quality_of_masks_that_were_learned_again():
+    model, x = costly(), random(2000, 16)
+    poor = {"start": "random", "lr": 1e-6, "steps": 4, "seed": 1}  # one-shot masks are better
+    with pytest.warns(LearningWarning, match="worse than one-shot masks"):
+        masks = halve.learn(model, x, max_drop=0.1, permute=False, progress=False, **poor)
+    quality = masks.recipe["quality"]
+    assert masks.recipe["left_dense"]
+    assert masks.recipe["relearned"] == 1
+    assert quality["returned"] == "learned"
+    assert (quality["learned"], quality["one_shot"]) == (None, None)  # of masks in all layers
+    seen = halve.evaluate(model, masks, [x[-100:][: quality["images"]]])
+    assert (quality["agreement"], quality["kl"]) == pytest.approx((seen.agreement, seen.kl), abs=1e-5)
+
+
+def test_an_iterator_cannot_be_learned_from_again_and_this_is_said():
+    model, x = costly(), random(400, 16)
+    options = {"steps": 4, "max_drop": 0.05, "drop_data": iter([x[:200]]), "permute": False, "fallback": False}
+    with pytest.warns(LearningWarning, match=r"not learned again: the data is an iterator, .* pass a DataLoader"):
+        masks = halve.learn(model, iter(x.split(40)), **options)
+    assert masks.recipe["left_dense"]
+    assert masks.recipe["not_relearned"].startswith("the data is an iterator")
+    assert "relearned" not in masks.recipe
+
+
+def test_masks_that_were_worse_after_learning_again_are_not_returned(monkeypatch):
+    model, x = costly(), random(400, 16)
+    monkeypatch.setattr(Trade, "drop", lambda *_: 0.5)
+    options = {"steps": 4, "max_drop": 0.05, "drop_data": iter([x]), "permute": False, "progress": False}
+    masks = halve.learn(model, x, **options, fallback=False)
+    assert masks.recipe["drop"] == pytest.approx(drop_of(model, masks, x))
+    assert masks.recipe["left_dense"]
+    assert re.match(r"the drop was 50.00 % afterwards, and \d\.\d\d % before", masks.recipe["not_relearned"])
+
+
+def test_an_error_while_learning_again_keeps_the_masks():
+    model, x = costly(), random(400, 16)
+    steps = []
+
+    def report(event):
+        steps.append(event)
+        if len(steps) > 5 + 1:  # an estimate and four steps, the estimate and the first step after that
+            raise ValueError("the disk is full")
+
+    options = {"steps": 4, "max_drop": 0.05, "permute": False, "progress": False, "report": report}
+    with pytest.warns(LearningWarning, match="not learned again: .*the disk is full"):
+        masks = halve.learn(model, x, **options, drop_data=x)
+    assert masks.recipe["left_dense"]
+    assert "the disk is full" in masks.recipe["not_relearned"]
+    assert masks.recipe["drop"] <= 0.05
+
+
+ALL_KEPT = {"steps": 1, "pattern": "4:4", "fallback": False}  # masks that change nothing
+
+
+@pytest.mark.parametrize("given", [{}, {"drop_data": random(10, 16)}, {"validation": [random(10, 16)]}])
+def test_a_budget_below_one_image_is_warned_about_once(given):
+    with pytest.warns(LearningWarning) as warned:
+        masks = learn(costly(), random(200, 16), **ALL_KEPT, max_drop=0.02, **{"validation": None} | given)
+    found = [str(one.message) for one in warned if "max_drop" in str(one.message)]
+    assert len(found) == 1
+    assert found[0].startswith("max_drop=0.02 on 10 images allows no change at all, since one of them is 10.0 %")
+    assert "it takes 50 images or more; pass them with drop_data=" in found[0]
+    assert masks.recipe["drop_images"] == 10
+
+
+@pytest.mark.parametrize("max_drop", [0.1, 0.0])
+def test_a_budget_that_images_can_tell_is_not_warned_about(max_drop):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", LearningWarning)
+        learn(costly(), random(200, 16), **ALL_KEPT, max_drop=max_drop, drop_data=random(10, 16))
+
+
+def test_too_few_images_are_warned_about_also_if_no_masks_meet_the_budget():
+    with pytest.warns(LearningWarning, match=r"max_drop=0.001 on 300 images"), pytest.raises(ModelError):
+        enforce_accuracy_budget(costly(), halve.prune(costly(), "random", pattern="1:4"), random(300, 16), 0.001)
+
+
+def test_images_that_chose_the_layers_give_no_confidence_interval():
+    options = {"steps": 1, "lr": 1e-6, "max_drop": 0.05, "permute": False, "progress": False, "fallback": False}
+    model, x = costly(), random(2000, 16)
+    masks = halve.learn(model, x, **options)
+    quality = masks.recipe["quality"]
+    assert masks.recipe["left_dense"]
+    assert quality["agreement_interval"] is None
+    assert "these images also chose the layers" in quality["no_interval"]
+    assert halve.report(masks).facts["agreement_interval"] is None
+    masks = halve.learn(model, x, drop_data=random(100, 16, seed=5), **options)
+    assert masks.recipe["left_dense"]
+    assert masks.recipe["quality"]["agreement_interval"][0] < masks.recipe["quality"]["agreement"]
+    assert "no_interval" not in masks.recipe["quality"]
+    masks = halve.learn(model, x, **options | {"max_drop": 1.0})
+    assert masks.recipe["quality"]["agreement_interval"]
 
 
 @pytest.mark.parametrize(

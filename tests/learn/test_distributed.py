@@ -14,7 +14,8 @@ from halve.learn.distributed import Processes
 from halve.learn.run_state import FORMAT
 from halve.masks import storage
 from tests.processes import ROOT, environment
-from tests.tiny import convnet, images, loader
+from tests.random_masks import random
+from tests.tiny import convnet, costly, images, loader
 
 pytestmark = pytest.mark.filterwarnings("ignore:the quality of the masks will be unknown")  # of so few images
 
@@ -80,6 +81,28 @@ resume = (folder / "run").exists()
 masks = learned("run", dying=rank == 1 and not resume, resume=resume)
 masks.save(folder / f"resumed{rank}.masks.safetensors")
 learned("whole").save(folder / f"whole{rank}.masks.safetensors")
+torch.distributed.destroy_process_group()
+"""
+
+
+BUDGET = """
+import os, sys, warnings, torch, halve
+from pathlib import Path
+from halve.errors import LearningWarning
+from tests.random_masks import random
+from tests.tiny import costly
+folder, rank = Path(sys.argv[1]), int(os.environ["RANK"])
+torch.set_num_threads(1)
+
+def progress(items, what):
+    with (folder / f"progress{rank}.txt").open("a") as shown:
+        shown.write(f"{what}\\n")
+    return items
+
+options = {"steps": 40, "max_drop": 0.05, "permute": False, "fallback": False}
+warnings.simplefilter("error", LearningWarning)
+masks = halve.learn(costly(), random(800, 16), progress=progress, **options)
+masks.save(folder / f"budget{rank}.masks.safetensors")
 torch.distributed.destroy_process_group()
 """
 
@@ -171,6 +194,21 @@ def test_a_run_goes_on_after_one_process_was_killed(tmp_path):
         for rank in range(2)
     ]
     assert all(masks == found[0] for masks in found)
+
+
+def test_two_processes_learn_the_layers_within_a_budget_again_and_the_first_shows_progress(tmp_path):
+    result = torchrun(BUDGET, tmp_path)
+    assert result.returncode == 0, result.stderr[-3000:]
+    one, other = (halve.load(tmp_path / f"budget{rank}.masks.safetensors") for rank in range(2))
+    assert one == other
+    assert one.recipe == other.recipe | {"seconds": one.recipe["seconds"]}
+    assert one.recipe["left_dense"]
+    assert one.recipe["relearned"] == 10
+    assert one.recipe["quality"]["returned"] == "learned"
+    kept = halve.evaluate(costly(), one, [random(800, 16)[-40:]], progress=False).agreement
+    assert one.recipe["drop"] == pytest.approx(1 - kept)
+    assert "cost of each layer" in (tmp_path / "progress0.txt").read_text()
+    assert not (tmp_path / "progress1.txt").exists()
 
 
 def test_a_budget_by_the_clock_stops_both_after_the_same_step(folder):

@@ -10,7 +10,9 @@ import halve
 from halve import machine
 from halve.errors import DataError, LearningError, LearningWarning, MaskError, ModelError, OptionError
 from halve.learn.reporting import Report
+from halve.machine import device_names
 from halve.masks.layout import unpermuted
+from halve.select.speed_plan import LayerSpeed, SpeedPlan
 from halve.sources.digits import digits, train_digits
 from tests.tiny import convnet, images, labels, learn, loader
 from tests.untouched import untouched
@@ -235,15 +237,40 @@ def test_the_random_start_of_the_paper_depends_on_the_seed():
     assert first.difference(halve.prune(convnet())) > 0.5
 
 
+@pytest.mark.parametrize("made", [{"exclude": "3"}, {"also": "10"}], ids=["fewer layers", "the head too"])
+def test_the_layers_of_the_masks_to_start_from_are_masked_again(made):
+    model = convnet()
+    start = halve.prune(model, **made)
+    masks = learn(model, loader(), steps=2, lr=1e-6, start=start)
+    assert masks == start
+    assert masks.recipe["not_masked"] == dict.fromkeys({"3", "10"} - start.keys(), "not masked by start=")
+    assert list(halve.select(model, **masks.recipe["selection"]).not_masked) == list(masks.recipe["not_masked"])
+    assert list(learn(model, loader(), steps=1, start=halve.prune(model), exclude="3")) == ["0", "8"]
+
+
+def test_a_plan_masks_those_layers_of_the_start_where_a_mask_pays():
+    model = convnet()
+    shapes = {"0": (8, 4, 3, 3), "3": (8, 8, 3, 3), "8": (16, 32)}
+    layers = {name: LayerSpeed(shape, "", 1.0, 2.0 if name == "8" else 0.5) for name, shape in shapes.items()}
+    plan = SpeedPlan(layers, device_names()[-1], "float32", 8, (4, 8, 8), 5.0, 4.0, 3.0)
+    assert list(learn(model, loader(), steps=1, start=halve.prune(model, plan=plan))) == ["0", "3"]
+    assert list(learn(model, loader(), steps=1, start=halve.prune(model), plan=plan)) == ["0", "3"]
+    assert list(learn(model, loader(), steps=1, start=halve.prune(model, exclude="3"), plan=plan)) == ["0"]
+
+
 def test_a_start_that_does_not_fit_is_refused_by_the_layers_name():
     model = convnet()
     for start in (
-        halve.prune(model, exclude="3"),
         halve.prune(model, pattern={"3": "1:4", "*": "2:4"}),
         halve.prune(model, order="flat", include=["0", "3"]),
     ):
         with untouched(model), pytest.raises(MaskError, match=r"start= has no 2:4 mask that fits layer \d"):
             learn(model, loader(), steps=1, start=start)
+    fewer = halve.prune(model, exclude="3")
+    with pytest.raises(MaskError, match=r"start= has no 2:4 mask that fits layer 3"):
+        learn(model, loader(), steps=1, start=fewer, include=["0", "3"])
+    with pytest.raises(MaskError, match=r"the masks are for another model: Sequential has no layer 99"):
+        learn(model, loader(), steps=1, start=halve.MaskSet({"99": fewer["0"]}))
     with pytest.raises(OptionError, match=r"unknown start 'magnitud'; use magnitude, .*glorot, a MaskSet"):
         learn(model, loader(), steps=1, start="magnitud")
 

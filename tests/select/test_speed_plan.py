@@ -1,5 +1,6 @@
 import dataclasses
 import json
+import warnings
 
 import pytest
 import torch
@@ -61,8 +62,16 @@ def test_many_weights_that_save_little_stay_dense():
 
 
 def test_layers_that_save_more_than_the_last_part_are_masked():
-    assert resnet_like(0.04).paying == [f"small.{i}" for i in range(4)] + ["large.1"]  # one of them fits into 5 %
     assert len(resnet_like(0.08).paying) == 6
+
+
+def test_layers_that_save_equally_much_for_their_weights_get_the_same_verdict():
+    assert len(resnet_like(0.04).paying) == 6  # one of the large layers would fit into 5 %, two do not
+    layers = dict(resnet_like(0.04).layers)
+    half = LayerSpeed((2048, 256, 1, 1), "", 0.1, 0.09)  # saves half as much, with half the weights
+    assert len(dataclasses.replace(resnet_like(), layers=layers | {"large.1": half}).paying) == 6
+    least = LayerSpeed((2048, 512, 1, 1), "", 0.1, 0.095)
+    assert "large.1" not in dataclasses.replace(resnet_like(), layers=layers | {"large.1": least}).paying
 
 
 def test_layers_that_are_all_alike_are_all_masked():
@@ -111,6 +120,12 @@ def test_a_plan_of_another_machine_is_refused_unless_it_is_the_target():
         halve.select(net(), plan=foreign, target="A100")
     other_threads = plan(device=device_names()[-1].replace(" threads", "0 threads"))
     assert len(halve.select(net(), plan=other_threads).masked) == 1
+
+
+@pytest.mark.parametrize("given", [{}, 1.5, b"plan.json"], ids=str)
+def test_what_is_no_plan_is_refused(given):
+    with pytest.raises(OptionError, match=r"plan must be what halve.measure returned, or the file .*; got \w+"):
+        halve.select(net(), plan=given)
 
 
 def test_a_plan_of_another_network_is_refused():
@@ -217,6 +232,13 @@ def test_what_masks_save_is_told_from_what_needs_no_masks():
     assert slower.saved == 0.0
     assert slower.verdict.startswith("masks make the network 12.5 % slower: not worth masking here")
     assert plan(second=(1.0, 1.2), first=(1.0, 1.2)).verdict.startswith("no layer is faster sparse: ")
+
+
+def test_the_first_process_alone_warns_of_masks_that_save_nothing(monkeypatch):
+    monkeypatch.setenv("RANK", "1")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", SpeedWarning)
+        halve.select(net(), plan=plan(sparse_ms=3.99))
 
 
 def test_a_speed_that_needs_no_masks_is_refused_before_anything_is_learned():

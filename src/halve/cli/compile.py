@@ -63,6 +63,8 @@ def compile(
         about = {"file": str(path), "bytes": path.stat().st_size, "code_bytes": fast.plan.code_bytes}
         show.as_json(about | {"plan": fast.plan.as_json()})
         return
+    if masks is None:
+        show.say("no masks: all weights kept")
     for size_, entries in fast.plan.batches.items():
         show_plan(size_, entries)
     for line in fast.plan.notes():

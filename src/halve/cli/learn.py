@@ -10,7 +10,7 @@ import halve
 from halve.cli import options as o
 from halve.cli import progress, show
 from halve.cli.learning_page import LearningPage
-from halve.cli.output import LOG, MASKS, REPORT, RUN_STATE, Output, is_first_rank, reads
+from halve.cli.output import LOG, MASKS, REPORT, RUN_STATE, Output, reads
 from halve.cli.signature import derived, with_options
 from halve.errors import DataError, FileError, HalveError, LearningError, OptionError
 from halve.learn import held_back
@@ -19,6 +19,7 @@ from halve.learn.reporting import Report, is_log
 from halve.learn.run_state import SUFFIX as LEARNING_SUFFIX
 from halve.learn.settings import LearnOptions
 from halve.masks.file import SUFFIX
+from halve.progress import is_first_rank
 from halve.select.select import SelectOptions
 from halve.sources.data import Data
 
@@ -35,6 +36,11 @@ _SHARED = {"model", "data", "seed", *SelectOptions.__annotations__}  # written b
 _A_FILE = {"report"}  # in Python a function that gets reports; here a page that shows them
 
 BELOW_AGREEMENT = 5  # exit code: masks were written, but agree less than --min-agreement asks for
+
+_TRADED = (  # of the recipe, where there is a budget or a speed target
+    *("max_drop", "min_speedup", "drop_metric", "drop_before", "drop", "drop_images"),
+    *("left_dense", "left_dense_ms", "relearned", "not_relearned"),
+)
 
 _NOTES = {
     "start": "Existing masks are named by their file.",
@@ -97,6 +103,15 @@ def learn(
 
     \b
     halve learn zoo.py:net --weights net.safetensors --data photos/ --minutes 5
+
+    \b
+    halve learn zoo.py:net --weights net.safetensors --data photos/ --plan h200.json --target H200
+
+    \b
+    halve learn zoo.py:net --weights net.safetensors --data photos/ --max-drop 0.02 --drop-data more/
+
+    \b
+    halve learn zoo.py:net --weights new.safetensors --data photos/ --start old.masks.safetensors
     """
     if recalibrate and stream and given["validation"] is None:
         raise OptionError("--recalibrate with --stream needs --validation: images held back from a stream may recur")
@@ -137,7 +152,7 @@ def learn(
     if "validation" in options:
         none = options["validation"] == NO_VALIDATION
         options["validation"] = False if none else opened.data(options["validation"], **reading).loader
-    if Path(options.get("start", "")).is_file():
+    if "start" in options and _names_a_file(options["start"]):
         options["start"] = halve.load(options["start"])
     try:
         with progress.Learning() as bar:
@@ -178,11 +193,17 @@ def learn(
             show.note(f"{path} holds {held}; the same command with --resume continues from {state}")
         else:
             state.unlink(missing_ok=True)
-            _show(masks, path, json)
+            _show(masks, path, json, searched=not isinstance(options.get("start"), halve.MaskSet))
     if interrupted:
         raise typer.Exit(130)
     if min_agreement is not None:
         _check_agreement(masks, min_agreement)
+
+
+def _names_a_file(start: str) -> bool:
+    """Whether --start names a mask file, which may not exist, and not a score."""
+    path = Path(start)
+    return path.is_file() or bool(path.suffix) or path.name != start
 
 
 def _check_validation(source: Data, validation: str | None) -> None:
@@ -220,14 +241,18 @@ def _recalibrated(opened: o.Opened, masks: halve.MaskSet, batches: Any, validati
     except HalveError as error:
         raise LearningError(f"{error}; the masks as learned are in the error's .masks", masks) from error
     now: dict[str, Any] = {"agreement": found.agreement, "kl": found.kl, "output_error": None, "recalibrated": True}
-    now["agreement_interval"] = found.agreement_interval and list(found.agreement_interval)
+    known = found.agreement_interval is not None and not quality.get("no_interval")
+    now["agreement_interval"] = list(found.agreement_interval or ()) if known else None
     return result.with_recipe(quality=quality | now)
 
 
-def _show(masks: halve.MaskSet, path: Path, json: bool) -> None:
+def _show(masks: halve.MaskSet, path: Path, json: bool, searched: bool) -> None:
+    """Print the result. Without a search, the masks keep the channel orders of those that learning started from."""
     recipe = masks.recipe
+    if not searched:
+        recipe["permute"] = None
     if json:
-        keys = ("quality", "steps_done", "seconds", "ended", "permute", "not_permuted", "drop", "left_dense")
+        keys = ("quality", "steps_done", "seconds", "ended", "permute", "not_permuted", "estimated", *_TRADED)
         about = {key: recipe[key] for key in keys if recipe.get(key) is not None}
         show.as_json(show.described(masks, path) | about)
         return
@@ -237,7 +262,37 @@ def _show(masks: halve.MaskSet, path: Path, json: bool) -> None:
         show.note(f"note: no channel orders: {recipe['not_permuted']}")
     show.idle(masks)
     show.say(f"{show.saved(masks, path)}; {recipe['steps_done']} steps in {recipe['seconds']:.0f} s")
-    if recipe.get("left_dense"):
-        rows = [(name, f"{cost:.4f}") for name, cost in recipe["left_dense"].items()]
-        show.table(f"left dense, for a drop of {show.percent(recipe['drop'])}", ("layer", ">cost (KL)"), rows)
+    if "drop" in recipe:
+        _show_traded(recipe)
+    if "estimated" in recipe:
+        show.say(_estimate(recipe["estimated"]))
     show.quality(recipe)
+
+
+def _estimate(found: dict[str, Any]) -> str:
+    """The estimated speed of the network, in one line.
+
+    >>> _estimate({"ms": 3.63, "speedup": 1.73, "device": "NVIDIA H200", "dtype": "float16", "batch": 256})
+    'estimated 3.63 ms, 1.73 x as fast as dense, on NVIDIA H200, float16, batch 256'
+    """
+    time = f"{found['ms']:.{2 if found['ms'] >= 1 else 4}f} ms"
+    where = f"on {found['device']}, {found['dtype']}, batch {found['batch']}"
+    return f"estimated {time}, {found['speedup']:.2f} x as fast as dense, {where}"
+
+
+def _show_traded(recipe: dict[str, Any]) -> None:
+    """Print which layers a budget or a speed target leaves dense, and what the others cost."""
+    drop = f"drop of {show.percent(recipe['drop'])} on {recipe['drop_images']:,} images"
+    if not recipe["left_dense"]:
+        show.say(f"{drop}; no layer is left dense")
+        return
+    columns, saved = ["layer", ">cost (KL)"], recipe.get("left_dense_ms")
+    rows = [[name, f"{cost:.4f}"] for name, cost in recipe["left_dense"].items()]
+    if saved is not None:
+        columns.append(">ms that a mask would save")
+        rows = [[*row, f"{saved[row[0]]:.4f}"] for row in rows]
+    show.table(f"left dense, for a {drop}", columns, rows)
+    if "relearned" in recipe:
+        show.say(f"the other layers were learned again, for {recipe['relearned']} steps")
+    else:
+        show.note(f"note: the other layers were not learned again: {recipe['not_relearned']}")

@@ -5,10 +5,11 @@ from pathlib import Path
 
 import halve
 from halve.cli import show
-from halve.cli.output import Output, is_first_rank
+from halve.cli.output import Output
 from halve.errors import FileError
 from halve.learn.probe import Estimate
 from halve.learn.reporting import Report
+from halve.progress import is_first_rank
 from halve.report.curve import history_of
 from halve.report.page import Page
 from halve.report.report import while_learning

@@ -23,6 +23,7 @@ from halve.errors import DataError, FileError
 from halve.export import file as onnx_file
 from halve.learn import reporting, run_state
 from halve.masks import file, packed, storage
+from halve.progress import is_first_rank
 from halve.report.page import is_report
 from halve.select.speed_plan import is_plan
 from halve.sources.images import ENDINGS, expand
@@ -36,11 +37,6 @@ except ImportError:  # Windows
 MADE_BY_DEMO = "made by 'halve demo'"  # in the first line of text files
 MADE_BY_FRONTIER = "made by 'halve frontier'"
 Inputs = Mapping[str, list[Path]]  # files and folders, by the option that names them
-
-
-def is_first_rank() -> bool:
-    """Whether this is the process that writes; under torchrun there are others."""
-    return int(os.environ.get("RANK", "0")) == 0
 
 
 def reads(**given: str | Path | None) -> dict[str, list[Path]]:

@@ -154,15 +154,16 @@ def quality(recipe: Mapping[str, Any]) -> None:
     if "unknown" in found:
         say(f"agreement with the dense network: unknown ({found['unknown']})")
         return
-    one_shot = found.get("one_shot")
-    by_score = f"one-shot, {one_shot.get('score')}" if isinstance(one_shot, Mapping) else "one-shot"
-    learned = found.get("returned") == "learned"
-    rows = [
-        (f"these masks ({'learned' if learned else by_score})", *_qualities(found)),
-        (by_score, *_qualities(one_shot)) if learned else ("learned", *_qualities(found.get("learned"))),
-    ]
+    returned, one_shot, learned = found.get("returned"), found.get("one_shot"), found.get("learned")
+    rows = [(f"these masks ({'learned' if returned == 'learned' else f'one-shot, {returned}'})", *_qualities(found))]
+    if returned != "learned" and isinstance(learned, Mapping):
+        rows.append(("learned", *_qualities(learned)))
+    elif returned == "learned" and isinstance(one_shot, Mapping):
+        rows.append((f"one-shot, {one_shot.get('score')}", *_qualities(one_shot)))
     title = f"compared with the dense network on {found.get('images')} validation images ({found.get('source')})"
     table(title, ("", ">agreement", ">mean KL", ">output error", ">95 % interval of agreement"), rows)
+    if found.get("no_interval"):
+        say(as_options(f"no interval: {found['no_interval']}"))
 
 
 def _qualities(found: Any) -> tuple[str, ...]:

@@ -3,7 +3,6 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal, get_args
 
 import torch
@@ -11,27 +10,33 @@ from torch import Tensor, nn
 
 from halve.agreement import compare, correct
 from halve.batches import Forward, Progress, iterate, labels_of, reiterable, tracked
-from halve.errors import DataError, ModelError, OptionError, listed
+from halve.errors import DataError, LearningWarning, ModelError, OptionError, listed, warn
 from halve.learn.held_back import Split
 from halve.learn.learner import Runner
 from halve.masks.corrections import corrected
 from halve.masks.mask import MaskSet
 from halve.modules import clone, plain_weight_, weight_name, weight_of
 from halve.select.select import SelectOptions
-from halve.select.speed_plan import SpeedPlan, load_plan
+from halve.select.speed_plan import SpeedPlan, plan_of
 
 Metric = Literal["agreement", "top1"]
 
 
 @dataclass(frozen=True)
 class Trade:
-    """An accuracy budget or a speed target: one of `max_drop` and `min_speedup`, and what it is measured on."""
+    """An accuracy budget or a speed target: one of `max_drop` and `min_speedup`, and what it is measured on.
+
+    `held_back` says whether these are the images by which masks are judged too, and `images` how many they are, if that
+    is known before they are read.
+    """
 
     max_drop: float | None
     min_speedup: float | None
     data: Any
     metric: Metric
     plan: SpeedPlan | None
+    held_back: bool = False
+    images: int | None = None
 
     @classmethod
     def of(
@@ -51,7 +56,7 @@ class Trade:
             check_speed_target(min_speedup)
             if plan is None:
                 raise OptionError("min_speedup= needs plan=, what 'halve.measure' found on the target")
-        speeds = load_plan(plan) if isinstance(plan, str | Path) else plan
+        speeds = None if plan is None else plan_of(plan)
         if min_speedup is not None and speeds is not None and (without := speeds.speedup(())) >= min_speedup:
             raise OptionError(
                 f"min_speedup={min_speedup:g} needs no masks: compiled without them the network is {without:.2f} x as "
@@ -77,16 +82,23 @@ class Trade:
         if not split.source:
             option = "max_drop" if self.max_drop is not None else "min_speedup"
             raise DataError(f"{option}= needs images to measure the drop on: {split.reason}; pass drop_data=")
-        return replace(self, data=split.held_back)
+        return replace(self, data=split.held_back, held_back=True, images=split.images or None)
 
-    def enforced(self, model: nn.Module, masks: MaskSet, forward: Forward | None, progress: Progress | None) -> MaskSet:
-        """The masks that are kept."""
+    def reread(self) -> "Trade":
+        """The same with data that can be read more than once: an iterator becomes a list."""
+        return replace(self, data=reiterable(self.data))
+
+    def enforced(
+        self, model: nn.Module, masks: MaskSet, forward: Forward | None, progress: Progress | None, warns: bool
+    ) -> MaskSet:
+        """The masks that are kept. Warns, if asked to, of too few images, unless their number was known before."""
         if self.max_drop is not None:
             return enforce_accuracy_budget(
                 *(model, masks, self.data, self.max_drop, self.metric),
                 plan=self.plan,
                 forward=forward,
                 progress=progress,
+                warns=warns and self.images is None,
             )
         assert self.min_speedup is not None
         assert self.plan is not None
@@ -110,12 +122,13 @@ def enforce_accuracy_budget(
     plan: SpeedPlan | None = None,
     forward: Forward | None = None,
     progress: Progress | None = None,
+    warns: bool = True,
 ) -> MaskSet:
     """Return the masks without those that cost most, leaving as few layers dense as the budget requires.
 
     A layer's cost is the mean KL divergence of the outputs when it alone is masked. With a plan, the layers that save
     the fewest milliseconds for their cost are left dense first. The recipe lists the layers left dense with their
-    costs, and the drop before and after.
+    costs, the drop before and after, and the number of images.
 
     Args:
         model: The dense model.
@@ -126,6 +139,7 @@ def enforce_accuracy_budget(
         plan: What each mask saves, from `halve.measure`. Default: all masks are worth the same.
         forward: Runs the model on an unusual batch.
         progress: Wraps loops that take long.
+        warns: Whether to warn if there are too few images for the budget. Default: True.
 
     >>> import halve
     >>> model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4)).eval()
@@ -135,6 +149,8 @@ def enforce_accuracy_budget(
     """
     check_accuracy_budget(max_drop, metric)
     runs = _Runs(model, masks, data, metric, forward)
+    if warns:
+        warn_if_coarse(max_drop, runs.images)
     everything = runs.drop(list(masks))
     costs: dict[str, float] = {}
     dense: list[str] = []
@@ -164,6 +180,7 @@ def enforce_accuracy_budget(
         drop_metric=metric,
         drop_before=everything,
         drop=drop,
+        drop_images=runs.images,
         left_dense={name: costs[name] for name in dense},
     )
 
@@ -211,6 +228,7 @@ def enforce_speed_target(
         drop_metric="agreement",
         drop_before=everything,
         drop=runs.drop(left),
+        drop_images=runs.images,
         left_dense={name: costs[name] for name in dense},
     )
 
@@ -238,6 +256,17 @@ def check_accuracy_budget(max_drop: float, metric: str) -> None:
         raise OptionError(f"max_drop must be between 0 and 1, got {max_drop}")
 
 
+def warn_if_coarse(max_drop: float, images: int) -> None:
+    """Warn if a single one of so many images is more than the budget allows; a budget of 0 is exact on any number."""
+    if max_drop and 1 / images > max_drop:
+        warn(
+            f"max_drop={max_drop:g} on {images} images allows no change at all, since one of them is "
+            f"{100 / images:.1f} %, and says little about others: it takes {math.ceil(1 / max_drop)} images or more; "
+            f"pass them with drop_data=",
+            LearningWarning,
+        )
+
+
 def check_speed_target(min_speedup: float) -> None:
     """Raise `OptionError` for a speed-up that is none."""
     if not 1 <= min_speedup < math.inf:
@@ -259,6 +288,7 @@ class _Runs:
         self._corrected = {name: corrected(own(name), pair) for name, pair in masks.corrections.items()}
         self._data = reiterable(data)
         self._dense = self._outputs([])
+        self.images = len(self._dense)
         self._labels = self._dense.argmax(1)
         if metric == "top1":
             labels = [labels_of(batch) for batch in iterate(self._data)]

@@ -24,6 +24,7 @@ _MARGIN = 1.25  # the last pass may take longer than an earlier one
 _PIECE = 16  # images that scores are measured on at once: a time limit is only seen in between
 _FEWEST = 32  # images that scores are measured on
 _GLIMPSED = 128  # images that masks are judged by in the middle of a run
+_CHOSE_LAYERS = "these images also chose the layers that stay dense; drop_data= measures the drop on others"
 _MEASURING = 0.1  # share of the time for one-shot masks in which the network could be run on these images
 
 
@@ -202,8 +203,21 @@ class Comparison:
         chosen = best.masks if best is not None and better and self._fallback else learned
         return Verdict(chosen, "", validation.images, validation.source, quality, best, self._baseline.not_tried)
 
-    def judged(self, masks: MaskSet) -> MaskSet:
-        """The masks, with what they preserve now that they have changed."""
+    def judged(self, masks: MaskSet, chose_layers: bool, returned: str | None = None) -> MaskSet:
+        """The masks, with what they preserve now that some layers are left dense.
+
+        What is known of masks in all layers, learned and one-shot, says nothing about these and is left out.
+
+        Args:
+            masks: The masks of the remaining layers.
+            chose_layers: Whether the layers were chosen by the images that masks are judged by. The choice is one of
+                many, so that these images bound nothing: the masks get no confidence interval.
+            returned: What they are, if not what they were: "learned", or a score.
+        """
         if self._validation is None or not self._prepared:
             return masks
-        return masks.with_recipe(quality=masks.recipe["quality"] | self._validation.quality(masks).plain())
+        known = masks.recipe["quality"]
+        now = {"returned": returned or known["returned"], **self._validation.quality(masks).plain()}
+        if chose_layers and now["agreement_interval"] is not None:
+            now |= {"agreement_interval": None, "no_interval": _CHOSE_LAYERS}
+        return masks.with_recipe(quality=known | now | {"learned": None, "one_shot": None})

@@ -1,5 +1,6 @@
 """Where learning starts: scores of the weights, channel orders in which blocks keep more of them, the first logits."""
 
+import glob
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,16 +12,17 @@ from halve.batches import Forward, Progress
 from halve.errors import MaskError, OptionError, first_line, listed
 from halve.learn.sampling import Sampler, glorot
 from halve.learn.settings import Settings
-from halve.masks.apply import check_dense
+from halve.masks.apply import check_dense, check_fit
 from halve.masks.mask import MaskSet
 from halve.masks.moves import Moves
 from halve.permute.permute import Permutation, permute
 from halve.permute.policy import orders_of
 from halve.prune.score import LayerScores, Score, ScoreFunction, ScoreInputs
 from halve.prune.scores import SCORES, score_of
-from halve.select.select import Choice, SelectOptions, masked_weights, select
+from halve.select.select import NOT_INCLUDED, Choice, SelectOptions, masked_weights, select
 
 _LEAD = 8  # the lead of a mask to start from is alpha over this
+_NAMING = ("include", "exclude", "also")  # options of `select` that name layers
 Start = str | ScoreFunction | MaskSet
 
 
@@ -41,6 +43,7 @@ class Layers:
     choices: Sequence[Choice]
     weights: Mapping[str, Tensor]
     not_masked: Mapping[str, str] = field(default_factory=dict)  # why the other layers are not masked
+    selection: SelectOptions = field(default_factory=SelectOptions)  # the options that they were selected by
 
 
 @dataclass(frozen=True)
@@ -84,15 +87,34 @@ class ChannelOrders:
         return {"reason": self.reason} if self.reason else None
 
 
+def layers_of(masks: MaskSet) -> SelectOptions:
+    """The options of `select` that choose the layers of these masks, and no others."""
+    names = [glob.escape(name) for name in masks]
+    return SelectOptions(include=names, also=names)
+
+
 def select_layers(
-    model: nn.Module, selection: SelectOptions, batch: Any = None, forward: Forward | None = None
+    model: nn.Module,
+    selection: SelectOptions,
+    batch: Any = None,
+    forward: Forward | None = None,
+    start: Start = "magnitude",
 ) -> Layers:
     """Select the layers to mask, of those that run on the batch if there is one.
 
-    Raises `ModelError` if there are none or if a weight is not finite.
+    Masks to start from select their own layers, and a plan those of them where a mask pays, unless the options name
+    others. Raises `ModelError` if there are none or if a weight is not finite.
     """
+    masks = start if isinstance(start, MaskSet) and all(selection.get(name) is None for name in _NAMING) else None
+    if masks is not None:
+        check_fit(model, masks)
+        only = layers_of(masks)
+        selection = {**selection, **(only if selection.get("plan") is None else {"include": only["include"]})}
     chosen = select(model, **selection, data=None if batch is None else [batch], forward=forward)
-    return Layers(chosen.masked, masked_weights(model, chosen), chosen.not_masked)
+    reasons = chosen.not_masked
+    if masks is not None:
+        reasons = {name: "not masked by start=" if why == NOT_INCLUDED else why for name, why in reasons.items()}
+    return Layers(chosen.masked, masked_weights(model, chosen), reasons, selection)
 
 
 def check_start(start: Start) -> None:

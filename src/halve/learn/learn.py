@@ -1,6 +1,5 @@
 """Learn masks by gradient descent on logits over the codes of every block; the weights are frozen."""
 
-import glob
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -11,7 +10,7 @@ from torch import nn
 
 from halve.batches import Forward, Progress, iterate
 from halve.errors import LearningError, LearningWarning, OptionError, first_line, listed, warn
-from halve.learn.accuracy_budget import Metric, Trade
+from halve.learn.accuracy_budget import Metric, Trade, warn_if_coarse
 from halve.learn.baseline import Baseline
 from halve.learn.comparison import Comparison, Verdict
 from halve.learn.distributed import Processes
@@ -25,6 +24,7 @@ from halve.learn.initialization import (
     check_start,
     initial_sampler,
     initial_scores,
+    layers_of,
     order_channels,
     reads_data,
     select_layers,
@@ -45,6 +45,7 @@ from halve.masks.mask import MaskSet
 from halve.modules import device_of, unwrapped
 from halve.permute.policy import search_by_default, search_seconds
 from halve.process_state import preserved_process_state
+from halve.select.speed_plan import SpeedPlan, plan_of
 
 _SHARE = 4  # masks are learned again for a quarter of the steps
 _NOT_AGAIN = (  # options of `learn` that hold for the first run only
@@ -106,7 +107,8 @@ def learn(
         features: Modules whose outputs are matched, as glob patterns; by default the repeated blocks of the network.
         augment: Flip, crop and mix the images for "distill". Default: True.
         start: Initial masks: "magnitude", "wanda", "reconstruct" or "random" (see `halve.prune`), "glorot" for random
-            logits, or existing masks to continue from. Default: "magnitude".
+            logits, or existing masks to continue from: unless `include`, `exclude` or `also` names others, their
+            layers are masked again, with `plan` those of them where a mask pays. Default: "magnitude".
         alpha: Sharpness of the initial logits. Default: 8.0.
         noise: Scale of the Gumbel noise, one number or start and end; the end is reached at 80 % of the run.
             Default: (1.0, 0.0), or (0.3, 0.0) in runs that are expected to take fewer than 2,000 steps.
@@ -139,7 +141,8 @@ def learn(
             learn the others again. With `plan`, those that save the fewest milliseconds for their cost.
         min_speedup: Speed target, such as 1.5: leave as many layers dense, by the same order, as the speed-up that
             `plan` estimates allows.
-        drop_data: Images on which the drop is measured. Default: those that are held back.
+        drop_data: Images on which the drop is measured. Default: those that are held back, which then give no
+            confidence interval for the masks, as they chose the layers.
         drop_metric: "agreement" with the dense network, or "top1" accuracy (needs labels). Default: "agreement".
         run_state: File that the state of the run is saved to, for `resume`.
         save_every: Seconds between saves. Default: 60.0.
@@ -187,13 +190,16 @@ def learn(
 
     # select
     split = _split(data, validation, settings.seed)
+    processes = Processes(device_of(model), trackers, None if log is None else Path(log).parent)
     if trade is not None:
         trade = trade.on(split)
-    inputs = Inputs(model, split.data, forward, progress)
-    processes = Processes(device_of(model), trackers, None if log is None else Path(log).parent)
+        if trade.max_drop is not None and trade.images is not None and processes.is_main:
+            warn_if_coarse(trade.max_drop, trade.images)
+    inputs = Inputs(model, split.data, forward, progress if processes.is_main else False)
     stream = BatchStream(split.data, processes.rank, processes.count)
     first = _first_batch(inputs, settings, stream)
-    layers = select_layers(model, selection, first, forward)
+    layers = select_layers(model, selection, first, forward, settings.start)
+    selection = layers.selection
     if trade is not None:
         trade.check_reachable(list(layers.weights))
     if resume and run_state is not None and precision == "auto":
@@ -246,11 +252,13 @@ def learn(
     if processes.is_main:
         verdict.warn()
     if trade is not None:
-        masks = _traded(trade, inputs, masks)
-        masks = processes.broadcast(comparison.judged(masks) if processes.is_main else masks)
-        others = {"forward": forward, "precision": precision, "report": report, "progress": progress}
-        masks = _relearned(trade, run, masks, {**given, **selection, **others})
-    return masks
+        trade, masks = _traded(trade, inputs, masks, processes.is_main)
+        if masks.recipe["left_dense"]:
+            masks = processes.broadcast(comparison.judged(masks, trade.held_back) if processes.is_main else masks)
+            others = {"forward": forward, "precision": precision, "report": report, "progress": progress}
+            masks = _relearned(trade, run, comparison, masks, {**given, **selection, **others})
+    plan = selection.get("plan")
+    return masks if plan is None else _estimated(masks, plan_of(plan))
 
 
 def _check_options(
@@ -359,12 +367,23 @@ def _verdict(
     return verdict
 
 
-def _traded(trade: Trade, inputs: Inputs, masks: MaskSet) -> MaskSet:
+def _traded(trade: Trade, inputs: Inputs, masks: MaskSet, warns: bool) -> tuple[Trade, MaskSet]:
     """The masks within the accuracy budget or the speed target; an error keeps those that were learned."""
     try:
-        return trade.enforced(inputs.model, masks, inputs.forward, inputs.progress)
+        trade = trade.reread()
+        return trade, trade.enforced(inputs.model, masks, inputs.forward, inputs.progress, warns)
     except Exception as error:  # drop_data and forward are the user's
         raise LearningError(f"{first_line(error)}; the masks as learned are in the error's .masks", masks) from error
+
+
+def _estimated(masks: MaskSet, plan: SpeedPlan) -> MaskSet:
+    """The masks, with the estimated time of the network, and what masks in the layers left dense would have saved."""
+    left = masks.recipe.get("left_dense")
+    if not left:
+        return masks.with_recipe(estimated=plan.estimate(masks))
+    now = plan.ms(masks)
+    saved = {name: round(now - plan.ms([*masks, name]), 6) for name in left}
+    return masks.with_recipe(estimated=plan.estimate(masks), left_dense_ms=saved)
 
 
 def options_to_relearn(options: Mapping[str, Any], masks: MaskSet, steps: int) -> dict[str, Any]:
@@ -375,29 +394,35 @@ def options_to_relearn(options: Mapping[str, Any], masks: MaskSet, steps: int) -
         masks: Where to start, with the remaining layers.
         steps: Steps of that run.
     """
-    names = [glob.escape(name) for name in masks]
     again = {key: value for key, value in options.items() if key not in _NOT_AGAIN}
-    chosen = {"start": masks, "steps": max(1, steps // _SHARE), "include": names, "also": names, "fallback": False}
-    return again | chosen
+    return again | {"start": masks, "steps": max(1, steps // _SHARE), **layers_of(masks), "fallback": False}
 
 
-def _relearned(trade: Trade, run: Run, masks: MaskSet, options: Mapping[str, Any]) -> MaskSet:
+def _relearned(trade: Trade, run: Run, comparison: Comparison, masks: MaskSet, options: Mapping[str, Any]) -> MaskSet:
     """The masks of the layers that are not left dense, learned again for a quarter of the steps, if that is better."""
-    recipe, split, inputs = masks.recipe, run.split, run.inputs
-    once = run.processes.count > 1 or split.kind == "iterator" or recipe["ended"] == "interrupted"
-    if once or not recipe["left_dense"]:
-        return masks
+    recipe, split, inputs, processes = masks.recipe, run.split, run.inputs, run.processes
+
+    def as_they_are(reason: str, *, tell: bool = True) -> MaskSet:
+        if tell and processes.is_main:
+            warn(f"the remaining layers were not learned again: {reason}", LearningWarning)
+        return masks.with_recipe(not_relearned=reason)
+
+    if recipe["ended"] == "interrupted":
+        return as_they_are("interrupted", tell=False)
+    if split.kind == "iterator":
+        return as_they_are("the data is an iterator, which gives its images once; pass a DataLoader or a list")
     again = options_to_relearn(options, masks, recipe["steps_done"])
     validation = split.held_back if split.source else False
     try:
         found = learn(inputs.model, split.data, **again, validation=validation)
-        drop = trade.drop(inputs.model, found, inputs.forward)
-    except LearningError as error:
-        warn(f"the remaining layers were not learned again: {first_line(error)}", LearningWarning)
-        return masks
-    if found.recipe["ended"] == "interrupted" or drop > recipe["drop"]:
-        return masks
-    quality = found.recipe["quality"]
-    now = {key: quality[key] for key in ("agreement", "kl", "output_error")} if split.source else {}
-    facts = {"drop": drop, "quality": recipe["quality"] | now, "relearned": again["steps"]}
-    return found.with_recipe(**{**recipe, **facts})
+        if found.recipe["ended"] == "interrupted":
+            return as_they_are("interrupted", tell=False)
+        drop = processes.broadcast(trade.drop(inputs.model, found, inputs.forward))
+    except Exception as error:  # data, report and forward are the user's
+        return as_they_are(first_line(error))
+    if drop > recipe["drop"]:
+        worse = f"the drop was {100 * drop:.2f} % afterwards, and {100 * recipe['drop']:.2f} % before"
+        return as_they_are(worse, tell=False)
+    found = found.with_recipe(**{**recipe, "drop": drop, "relearned": again["steps"]})
+    judged = comparison.judged(found, trade.held_back, returned="learned") if processes.is_main else found
+    return processes.broadcast(judged)

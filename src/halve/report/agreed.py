@@ -18,7 +18,7 @@ class Agreed:
 
     Args:
         share: From 0 to 1.
-        ends: Its 95 % confidence interval; None if what is counted are not images.
+        ends: Its 95 % confidence interval; None if what is counted are not images, or if the images chose the masks.
         images: The number of images.
         counted: What has predictions: "images", "pixels" or "boxes".
         held_back: Whether the images are those that `learn` held back.
@@ -66,6 +66,6 @@ def _agreed(found: Mapping[str, Any], counted: str, held_back: bool) -> Agreed |
     if isinstance(given, list | tuple) and len(given) == 2:
         low, high = map(number, given)
         ends = (low, high) if low is not None and high is not None else None
-    if ends is None and counted == "images" and images < 1e7:
+    if "agreement_interval" not in found and counted == "images" and images < 1e7:
         ends = interval(round(share * images), int(images))
     return Agreed(share, ends, int(images), counted, held_back, number(found.get("kl")))

@@ -29,9 +29,10 @@ from halve.modules import (
     zeros_stay_zero,
 )
 from halve.process_state import preserved_process_state
+from halve.progress import is_first_rank
 from halve.select.head import find_heads
 from halve.select.ran import layers_that_run
-from halve.select.speed_plan import SpeedPlan, load_plan
+from halve.select.speed_plan import SpeedPlan, load_plan, plan_of
 from halve.text import aligned
 
 Remainder = Literal["skip", "pad", "error"]
@@ -39,6 +40,7 @@ REMAINDERS: tuple[Remainder, ...] = ("skip", "pad", "error")
 Globs = str | Sequence[str]
 PatternRule = str | Pattern | Mapping[str, str | Pattern | None]
 NOT_RUN = "did not run on the data"
+NOT_INCLUDED = "not in include"
 
 
 class SelectOptions(TypedDict, total=False):
@@ -197,7 +199,7 @@ def select(
         if reason := _unusable(name, module, owners):
             return dense(reason)
         if only is not None and not _match(name, only) and not named:
-            return dense("not in include")
+            return dense(NOT_INCLUDED)
         if wanted is not None and kind_of(module) not in wanted and not named:
             return dense(f"not in kinds ({listed(wanted)})")
         if never is not None and _match(name, never):
@@ -229,12 +231,12 @@ def _speeds(
     plan: SpeedPlan | str | Path, target: str | None, layers: Sequence[tuple[str, nn.Module]], order: Order
 ) -> SpeedPlan:
     """The plan, checked to be of this network, and of this machine or the target."""
-    found = plan if isinstance(plan, SpeedPlan) else load_plan(plan)
+    found = plan_of(plan)
     if order != "channels":
         raise OptionError(f"plan= needs order='channels', got {order!r}: no hardware can use blocks in another order")
     found.check_target(device_names(), target)
     found.check_network({name: _shape(module) for name, module in layers})
-    if found.faster and not found.pays:  # if no layer is faster, nothing is masked
+    if found.faster and not found.pays and is_first_rank():  # if no layer is faster, nothing is masked
         warn(f"{found.device}, {found.dtype}, batch {found.batch}: {found.verdict}", SpeedWarning)
     return found
 

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -109,18 +110,20 @@ class SpeedPlan(Mapping[str, LayerSpeed]):
         """Layers worth a mask: they are faster sparse, and save enough for the weights that masks drop.
 
         Layers that save less than half as much per weight as all of them do on average are left out, those that save
-        least first, as long as they bring no more than the last 5 % of what masks save.
+        least first, as long as they bring no more than the last 5 % of what masks save. Layers that save equally much
+        per weight are left out together or not at all.
         """
         faster = self.faster
         total, weights = sum(self[name].saved_ms for name in faster), sum(self[name].weights for name in faster)
+        per_weight = {name: float(f"{self[name].saved_ms / self[name].weights:.9g}") for name in faster}  # but rounding
         left_out: list[str] = []
         given_up = 0.0
-        for name in sorted(faster, key=lambda name: self[name].saved_ms / self[name].weights):
-            layer = self[name]
-            given_up += layer.saved_ms
-            if given_up > LAST * total or layer.saved_ms * weights >= 0.5 * total * layer.weights:
+        for rate, names in groupby(sorted(faster, key=per_weight.__getitem__), per_weight.__getitem__):
+            alike = list(names)
+            given_up += sum(self[name].saved_ms for name in alike)
+            if given_up > LAST * total or rate * weights >= 0.5 * total:
                 break
-            left_out.append(name)
+            left_out += alike
         return [name for name in faster if name not in left_out]
 
     def ms(self, masked: Collection[str]) -> float:
@@ -139,6 +142,11 @@ class SpeedPlan(Mapping[str, LayerSpeed]):
     def speedup(self, masked: Collection[str]) -> float:
         """Estimated speed of the network with masks in these layers only, relative to the dense network."""
         return self.dense_ms / self.ms(masked)
+
+    def estimate(self, masked: Collection[str]) -> dict[str, Any]:
+        """The estimated time of the network with masks in these layers only, and what it holds for, as JSON values."""
+        speed = {"ms": self.ms(masked), "speedup": round(self.speedup(masked), 4), "dense_ms": self.dense_ms}
+        return speed | {"device": self.device, "dtype": self.dtype, "batch": self.batch}
 
     @property
     def times(self) -> dict[str, float]:
@@ -317,6 +325,17 @@ def load_plan(path: str | Path) -> SpeedPlan:
         raise FileError(f"cannot read {path}: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
         raise FileError(f"{path} is not a plan of 'halve measure': {error}") from error
+
+
+def plan_of(given: SpeedPlan | str | Path) -> SpeedPlan:
+    """The plan that was given, or that of the file that was. Raises `OptionError` for anything else."""
+    if isinstance(given, SpeedPlan):
+        return given
+    if not isinstance(given, str | Path):
+        raise OptionError(
+            f"plan must be what halve.measure returned, or the file that it was saved to; got {type(given).__name__}"
+        )
+    return load_plan(given)
 
 
 def is_plan(path: Path) -> bool:
