@@ -13,7 +13,7 @@ import halve
 from halve.cli import options as o
 from halve.cli import progress, show
 from halve.cli.frontier_picture import picture
-from halve.cli.output import FRONTIER_PICTURE, MASKS, Output, is_first_rank, reads
+from halve.cli.output import FRONTIER_PICTURE, MASKS, Output, reads
 from halve.cli.signature import derived, documented, with_options
 from halve.errors import HalveError, listed
 from halve.learn.frontier import COLUMNS, POINTS, Frontier, Point, Start
@@ -22,6 +22,7 @@ from halve.learn.reporting import Report
 from halve.learn.settings import LearnOptions
 from halve.masks.file import SUFFIX
 from halve.masks.storage import write_atomically
+from halve.progress import is_first_rank
 from halve.select.speed_plan import load_plan
 
 MARK = "frontier"  # recipe entry of the masks that this command writes

@@ -10,7 +10,7 @@ from halve.batches import Forward, result_of
 from halve.errors import DataError
 from halve.machine import fast_in_bfloat16
 
-Precision = Literal["auto", "bfloat16", "float32"]
+Precision = Literal["auto", "float32", "bfloat16"]
 
 
 @dataclass(frozen=True)
@@ -81,4 +81,6 @@ def _runs(copy: nn.Module, batch: Any, forward: Forward | None, form: Form) -> b
             result_of(copy, batch, forward)
     except DataError:
         return False
+    except torch.OutOfMemoryError:
+        return True  # the first step says which batch would fit
     return True
