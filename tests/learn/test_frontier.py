@@ -113,3 +113,8 @@ def test_masks_that_make_the_network_slower_have_no_frontier():
     slower = SpeedPlan(layers, device_names()[-1], "float32", 1, (16,), 8.0, 4.0, 5.0)
     with pytest.raises(OptionError, match="needs a plan in which masks save time"):
         halve.frontier(costly(), random(200, 16), slower, **QUICK)
+
+
+def test_what_is_no_plan_is_refused():
+    with pytest.raises(OptionError, match="plan must be what halve.measure returned"):
+        halve.frontier(costly(), random(64, 16), {"layers": {}}, points=2, steps=1)

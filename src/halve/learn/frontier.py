@@ -20,7 +20,7 @@ from halve.masks.mask import MaskSet
 from halve.modules import unwrapped
 from halve.process_state import preserved_process_state
 from halve.progress import StatusLine, bar
-from halve.select.speed_plan import SpeedPlan, load_plan
+from halve.select.speed_plan import SpeedPlan, plan_of
 from halve.text import aligned, interval
 
 POINTS = 5
@@ -153,7 +153,7 @@ def frontier(
         raise OptionError(f"points must be a positive integer, got {points!r}")
     if report is not None and not callable(report):
         raise OptionError(f"report must be a function, got {report!r}")
-    speeds = plan if isinstance(plan, SpeedPlan) else load_plan(plan)
+    speeds = plan_of(plan)
     _check_speeds(speeds)
     seed = options.get("seed", 0)
     split = hold_back(data, seed) if validation is None else hold_back_none(data, seed)
