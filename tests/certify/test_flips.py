@@ -1,6 +1,7 @@
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -136,9 +137,10 @@ def test_an_interrupted_comparison_is_reported_by_the_bound_that_allows_stopping
     bound = difference_lower(result["only_first"], result["only_second"], 640, 1 - 0.999, anytime=True)
     assert result["difference"] == bound < difference_lower(result["only_first"], result["only_second"], 640, 1 - 0.999)
     assert "as far as counted" in str(found)
+    assert "the images come in random order" in found.assumptions
 
 
-@pytest.mark.parametrize("confidence", [0.9, 0.99999999999])
+@pytest.mark.parametrize("confidence", [0.9, 0.99999999999, np.float64(0.99)])
 def test_the_confidence_is_not_rounded_to_certainty(model, masks, confidence):
     assert f"With {confidence * 100:.12g} % confidence" in str(
         halve.certify(model, masks, images(10), confidence=confidence)

@@ -169,7 +169,7 @@ def test_a_radius_that_is_slightly_larger_does_not_hold(model, masks, pictures):
         ({"layers": ["0"]}, "layers= is for reuse="),
         ({"also_dense": True}, "also_dense= is for reuse="),
         ({"relative": False}, "relative=False is for reuse="),
-        ({"region": 0.1, "mean": 0.5, "std": 0.5}, "mean must be a list"),
+        ({"region": 0.1, "mean": 0.5, "std": 0.5}, "mean must be a list of numbers"),
         ({"region": 0.1, "mean": [0.0] * 4, "std": [0.0] * 4}, "std= positive"),
         ({"by": 3}, "by must be 'class', 'label' or a function"),
         ({"reuse": 1e-3, "device": "tpu"}, "device must be 'cpu' or 'cuda', got 'tpu'"),

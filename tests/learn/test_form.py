@@ -71,9 +71,51 @@ def test_models_that_do_not_run_in_every_form_learn(fast_bfloat16, model, permut
     halve.apply(model, masks)(x[:2])
 
 
-def test_applied_masks_keep_the_memory_format():
-    model = Viewing().eval()
-    assert halve.apply(model, halve.prune(model)).two.weight.is_contiguous()
-    model = model.to(memory_format=torch.channels_last)
-    two = halve.apply(model, halve.prune(model)).two.weight
-    assert two.is_contiguous(memory_format=torch.channels_last)
+@pytest.mark.parametrize(
+    ("conv", "shape"),
+    [
+        (nn.Conv1d(8, 16, 1), (8, 8)),
+        (nn.Conv1d(8, 16, 3, padding=1), (8, 8)),
+        (nn.Conv2d(8, 16, 1), (8, 4, 4)),
+        (nn.Conv2d(8, 16, 3, padding=1), (8, 4, 4)),
+        (nn.Conv3d(8, 16, 1), (8, 2, 2, 2)),
+        (nn.Conv3d(8, 16, 3, padding=1), (8, 2, 2, 2)),
+    ],
+    ids=str,
+)
+def test_views_of_what_masked_convolutions_return(conv, shape):
+    torch.manual_seed(0)
+    x = torch.randn(64, *shape)
+    features = conv(x[:1]).numel()
+    model = nn.Sequential(conv, nn.ReLU(), Flat(), nn.Linear(features, 4)).eval()
+    masks = halve.learn(model, x, steps=2, also="0", exclude="3", permute=False, fallback=False, progress=False)
+    assert list(masks) == ["0"]
+
+
+class Flat(nn.Module):
+    def forward(self, x):
+        return x.view(len(x), -1)
+
+
+class Custom(Exception):
+    """What the code of a model may raise."""
+
+
+def test_whatever_a_model_raises_the_next_form_is_tried(fast_bfloat16):
+    def forward(model, batch):
+        if torch.is_autocast_enabled("cpu"):
+            raise Custom
+        return model(batch)
+
+    copy = frozen(convnet().eval(), [])
+    assert form_of(copy, images(2), forward, "auto") == Form(half=False)
+
+
+def test_weights_with_masks_keep_the_memory_format():
+    weight = torch.randn(8, 8, 3, 3)
+    [mask] = halve.prune(nn.Sequential(nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(8, 2)).eval()).values()
+    assert mask.apply_to(weight).is_contiguous()
+    last = weight.contiguous(memory_format=torch.channels_last)
+    assert mask.apply_to(last).stride() == last.stride()
+    assert torch.equal(mask.apply_to(last), mask.apply_to(weight))
+    assert mask.apply_to(weight.to(torch.float8_e4m3fn)).dtype == torch.float8_e4m3fn

@@ -116,5 +116,5 @@ def test_masks_that_make_the_network_slower_have_no_frontier():
 
 
 def test_what_is_no_plan_is_refused():
-    with pytest.raises(OptionError, match="plan must be what halve.measure returned"):
+    with pytest.raises(OptionError, match=r"plan must be what halve\.measure returned"):
         halve.frontier(costly(), random(64, 16), {"layers": {}}, points=2, steps=1)

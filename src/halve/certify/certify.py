@@ -128,6 +128,7 @@ def certify(
     options |= {"reuse": reuse, "relative": relative, "also_dense": also_dense, "agreement": agreement}
     options |= {"optimise": optimise, "branches": branches, "changed_blocks": changed_blocks}
     options["layers"] = [layers] if isinstance(layers, str) else layers
+    options |= {name: _numbers(name, options[name]) for name in ("mean", "std")}
     claimed = None
     if check is not None:
         claimed = check if isinstance(check, Certificate) else Certificate.load(check)
@@ -223,9 +224,8 @@ def _check_options(
         raise OptionError(f"by must be 'class', 'label' or a function of a batch, got {by!r}")
     if by is not None and not isinstance(by, str) and not callable(by):
         raise OptionError(f"by must be 'class', 'label' or a function of a batch, got {by!r}")
-    for name in ("mean", "std", "layers"):
-        if options[name] is not None and (isinstance(options[name], str) or not isinstance(options[name], Sequence)):
-            raise OptionError(f"{name} must be a list, got {options[name]!r}")
+    if options["layers"] is not None and not isinstance(options["layers"], list | tuple):
+        raise OptionError(f"layers must be a list, got {options['layers']!r}")
     if options["layers"] is not None and not options["layers"]:
         raise OptionError("layers must name a layer, got an empty list")
     for name, needed in (("mean", "region"), ("layers", "reuse"), ("also_dense", "reuse")):
@@ -265,6 +265,13 @@ def _check_options(
         raise OptionError("certify needs masks, or reference= with the network to compare the model with")
     if against is not None and (masks is None or share is not None or by is not None):
         raise OptionError("against= compares two sets of masks; it cannot be combined with share= or by=")
+
+
+def _numbers(name: str, values: Any) -> list[float] | None:
+    try:
+        return None if values is None else [float(one) for one in values]
+    except (TypeError, ValueError) as error:
+        raise OptionError(f"{name} must be a list of numbers, got {values!r}") from error
 
 
 def _check_same(claimed: Certificate, found: Certificate) -> None:

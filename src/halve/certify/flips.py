@@ -90,8 +90,8 @@ def count(
             for place, group in enumerate(groups):
                 seen.groups.setdefault(group, Counts()).add(found[0][place : place + 1])
             if len(found) > 1:
-                seen.only_first += int((found[0] & ~found[1]).sum())
-                seen.only_second += int((found[1] & ~found[0]).sum())
+                alone = int((found[0] & ~found[1]).sum()), int((found[1] & ~found[0]).sum())
+                seen.only_first, seen.only_second = seen.only_first + alone[0], seen.only_second + alone[1]
             if enough(seen.total):
                 break
         seen.interrupted = False
@@ -210,7 +210,7 @@ def _percent(share: float, down: bool = False) -> str:
     ('99.9 %', '99.01 %')
     """
     if not down:
-        return f"{float(100 * Decimal(repr(share)))!r} %".replace(".0 %", " %")
+        return f"{float(100 * Decimal(repr(float(share))))!r} %".replace(".0 %", " %")
     return f"{int(10000 * share) / 100:.2f} %"
 
 
@@ -251,4 +251,5 @@ def compare(
     method = "paired anytime-valid (beta-binomial mixture)" if seen.interrupted else "paired exact binomial"
     settings = {"confidence": confidence, "method": method, "interrupted": seen.interrupted}
     digests = digests | {"images": seen.images.hexdigest()}
-    return Certificate("comparison", sentence, settings, ASSUMPTIONS, result, digests)
+    order = ("the images come in random order",) if seen.interrupted else ()
+    return Certificate("comparison", sentence, settings, (*ASSUMPTIONS, *order), result, digests)

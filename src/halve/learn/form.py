@@ -7,7 +7,6 @@ import torch
 from torch import nn
 
 from halve.batches import Forward, result_of
-from halve.errors import DataError
 from halve.machine import fast_in_bfloat16
 
 Precision = Literal["auto", "float32", "bfloat16"]
@@ -35,19 +34,21 @@ class Form:
         """What to cast to; None for float32."""
         return torch.bfloat16 if self.half else None
 
-    def put_on_(self, copy: nn.Module) -> None:
-        """Convert the weights of 2d convolutions."""
-        format_ = torch.channels_last if self.channels_last else torch.contiguous_format
+    def convert_(self, copy: nn.Module) -> None:
+        """Convert the weights of 2d and 3d convolutions, also those with a 1x1 kernel, which are in both formats."""
+        formats = {4: torch.channels_last, 5: torch.channels_last_3d}
         for parameter in copy.parameters():
-            if parameter.dim() == 4:
-                parameter.data = parameter.data.contiguous(memory_format=format_)
+            if format_ := formats.get(parameter.dim()):
+                format_ = format_ if self.channels_last else torch.contiguous_format
+                parameter.data = parameter.data.clone(memory_format=format_)
 
 
 def form_of(copy: nn.Module, batch: Any, forward: Forward | None, precision: Precision) -> Form:
-    """The fastest form in which the model runs, tried on a batch, and put on it.
+    """The fastest form in which the model runs on a batch; converts the model to it.
 
     Not all models run in all forms: `x.view(len(x), -1)` fails in channels last, and values of a mixed dtype may not be
-    written into each other in bfloat16. A model that fails in all of them keeps the first: it will say what is wrong.
+    written into each other in bfloat16. A model that fails in all of them keeps the first: the first step raises the
+    error.
 
     Args:
         copy: The frozen model.
@@ -60,10 +61,10 @@ def form_of(copy: nn.Module, batch: Any, forward: Forward | None, precision: Pre
     if half and precision == "auto":
         forms += [Form(False), Form(False, channels_last=False)]
     for form in forms:
-        form.put_on_(copy)
+        form.convert_(copy)
         if _runs(copy, batch, forward, form):
             return form
-    forms[0].put_on_(copy)
+    forms[0].convert_(copy)
     return forms[0]
 
 
@@ -79,8 +80,8 @@ def _runs(copy: nn.Module, batch: Any, forward: Forward | None, form: Form) -> b
     try:
         with torch.autocast(device, form.autocast or torch.bfloat16, enabled=form.half):
             result_of(copy, batch, forward)
-    except DataError:
-        return False
     except torch.OutOfMemoryError:
         return True  # the first step says which batch would fit
+    except Exception:  # the model's code may raise anything
+        return False
     return True

@@ -11,8 +11,10 @@ from torch import nn
 from halve.batches import Forward, Progress
 from halve.errors import DataError, LearningWarning, OptionError, warn
 from halve.learn.accuracy_budget import by_worth, costs_of
+from halve.learn.comparison import CHOSE_LAYERS
 from halve.learn.held_back import chosen_from, hold_back, hold_back_none
-from halve.learn.learn import learn, options_to_relearn
+from halve.learn.interrupt import deferred_interrupt
+from halve.learn.learn import learn, options_to_relearn, with_estimate
 from halve.learn.probe import Estimate
 from halve.learn.reporting import Report
 from halve.markup import table
@@ -170,8 +172,14 @@ def frontier(
     def learned(start: Start, dense: dict[str, float] | None = None, /, **options: Any) -> MaskSet:
         tell(start)
         masks = _uninterrupted(model, split.data, **common, **options)
-        found.append(_point(masks if dense is None else masks.with_recipe(left_dense=dense), speeds))
-        tell(found[-1])
+        if dense is not None:  # these images chose the layers, so that they give no interval
+            quality = masks.recipe["quality"] | {"agreement_interval": None, "no_interval": CHOSE_LAYERS}
+            masks = with_estimate(masks.with_recipe(left_dense=dense, quality=quality), speeds)
+        found.append(_point(masks, speeds))
+        with deferred_interrupt() as interrupted:  # so that what was reported is what is returned
+            tell(found[-1])
+            if interrupted():
+                raise KeyboardInterrupt
         return masks
 
     try:

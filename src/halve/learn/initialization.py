@@ -109,7 +109,8 @@ def select_layers(
     if masks is not None:
         check_fit(model, masks)
         only = layers_of(masks)
-        selection = {**selection, **(only if selection.get("plan") is None else {"include": only["include"]})}
+        filtered = any(selection.get(name) is not None for name in ("plan", "kinds"))
+        selection = {**selection, **({"include": only["include"]} if filtered else only)}
     chosen = select(model, **selection, data=None if batch is None else [batch], forward=forward)
     reasons = chosen.not_masked
     if masks is not None:

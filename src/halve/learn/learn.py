@@ -205,7 +205,8 @@ def learn(
     if resume and run_state is not None and precision == "auto":
         precision = saved_precision(run_state)
     frozen = frozen_copy(model, layers.choices).to(processes.device)
-    form = form_of(frozen, first, forward, precision)
+    form = processes.broadcast(form_of(frozen, first, forward, precision))  # batches of processes differ
+    form.convert_(frozen)
     blocks = _blocks(frozen, layers, settings)
     _warn_if_unknown(split, validation, processes)
 
@@ -253,12 +254,13 @@ def learn(
         verdict.warn()
     if trade is not None:
         trade, masks = _traded(trade, inputs, masks, processes.is_main)
+        masks = processes.broadcast(masks)  # processes may measure different drops, and must go on alike
         if masks.recipe["left_dense"]:
             masks = processes.broadcast(comparison.judged(masks, trade.held_back) if processes.is_main else masks)
             others = {"forward": forward, "precision": precision, "report": report, "progress": progress}
             masks = _relearned(trade, run, comparison, masks, {**given, **selection, **others})
     plan = selection.get("plan")
-    return masks if plan is None else _estimated(masks, plan_of(plan))
+    return masks if plan is None else with_estimate(masks, plan_of(plan))
 
 
 def _check_options(
@@ -376,7 +378,7 @@ def _traded(trade: Trade, inputs: Inputs, masks: MaskSet, warns: bool) -> tuple[
         raise LearningError(f"{first_line(error)}; the masks as learned are in the error's .masks", masks) from error
 
 
-def _estimated(masks: MaskSet, plan: SpeedPlan) -> MaskSet:
+def with_estimate(masks: MaskSet, plan: SpeedPlan) -> MaskSet:
     """The masks, with the estimated time of the network, and what masks in the layers left dense would have saved."""
     left = masks.recipe.get("left_dense")
     if not left:

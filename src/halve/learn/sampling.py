@@ -50,7 +50,7 @@ class Sampler(nn.Module):
     ) -> None:
         """Initialize the logits from `scores`, which are not negative, with sharpness `alpha`."""
         super().__init__()
-        self.contiguous = False  # or as blocks lie, which for images is channels last
+        self.contiguous = False  # otherwise the layout of the blocks: channels last for images
         self.families = _families(choices)
         parts = []
         for index, family in enumerate(self.families):
@@ -166,7 +166,9 @@ class Sampler(nn.Module):
             if layout.channel_order is not None:
                 orders = self.get_buffer(f"order{index}_{number}"), self.get_buffer(f"inverse{index}_{number}")
             weight = layout.from_blocks(part.reshape(layout.rows, layout.blocks, layout.block), orders)
-            result[name] = weight.contiguous() if self.contiguous else weight
+            if weight.dim() == 3 or (self.contiguous and weight.dim() > 3):
+                weight = weight.clone(memory_format=torch.contiguous_format)  # unlike `contiguous`, also 1x1 kernels
+            result[name] = weight
         return result
 
     def _forbidden(self, index: int) -> Tensor:

@@ -110,7 +110,8 @@ class Mask:
 
     def apply_to(self, weight: Tensor) -> Tensor:
         """A copy of the weight, in its memory format, with zeros where nothing is kept."""
-        return weight.masked_fill(~self.kept().to(weight.device), 0)
+        zero = torch.zeros((), dtype=weight.dtype, device=weight.device)
+        return torch.empty_like(weight).copy_(torch.where(self.kept().to(weight.device), weight, zero))
 
     def difference(self, other: "Mask") -> float:
         """Share of blocks in which the two masks differ."""
