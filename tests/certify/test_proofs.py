@@ -4,12 +4,14 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import halve
 from halve.certify.attack import attack_agreement, attack_input, attack_weights
 from halve.certify.region import box
 from halve.certify.reuse import largest, weight_units
 from halve.errors import CertificateError, DataError, ModelError, OptionError
+from halve.progress import known_length
 from tests.tiny import convnet, images
 from tests.untouched import untouched
 
@@ -381,3 +383,25 @@ def test_models_that_compute_something_else_for_one_image_are_refused(how):
 )
 def test_a_sentence_says_no_more_than_was_proven(model, masks, pictures, eps, shown):
     assert shown in str(halve.certify(model, masks, pictures[:1], region=eps, progress=False))
+
+
+@pytest.mark.parametrize(
+    ("data", "total"),
+    [
+        (lambda x: x, 3),
+        (lambda x: [x[:2], (x[2:], torch.zeros(1))], 3),
+        (lambda x: DataLoader(TensorDataset(x), batch_size=2), 3),
+        (lambda x: iter([x]), None),
+    ],
+    ids=["tensor", "list", "loader", "iterator"],
+)
+def test_progress_knows_how_many_images_there_are(model, masks, pictures, data, total):
+    seen = []
+
+    def progress(items, what):
+        seen.append((what, known_length(items)))
+        return items
+
+    found = halve.certify(model, masks, data(pictures[:3]), reuse=1e-6, layers=["8"], progress=progress)
+    assert found.result["images"] == 3
+    assert seen == [("images", total)]

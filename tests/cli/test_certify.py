@@ -47,7 +47,12 @@ def test_proofs_for_single_images_are_written_and_checked(halve, net, folder):
     assert "masked and dense network predict the same class" in both.out
     assert "holds: computed again" in halve(*arguments, "--check", "agreement.certificate.json").out
     assert "--agreement is for --reuse" in halve(*arguments, "--agreement", code=2).err
-    vacuous = halve(*arguments, "--reuse", "10", code=1)
+    absolute = halve(*arguments, "--reuse", "1e-8", "--absolute", "--out", "absolute.certificate.json")
+    assert "by up to 1e-08 each" in absolute.out
+    assert "holds: computed again" in halve(*arguments, "--check", "absolute.certificate.json").out
+    assert "--absolute is for --reuse" in halve(*arguments, "--absolute", code=2).err
+    vacuous = halve(*arguments, "--reuse", "10", "--out", "vacuous.certificate.json", code=1)
+    assert "holds: computed again" in halve(*arguments, "--check", "vacuous.certificate.json").out
     assert "Nothing is proven" in vacuous.out
     assert "--region must be a number" in halve(*arguments, "--region", "two", code=2).err
 

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from halve.batches import Progress, images_of, iterate, result_of, tracked
 from halve.certify.crown import TOLERANCE
@@ -222,8 +223,8 @@ def prove(pair: Pair, data: Any, several: Prover, progress: Progress) -> Proofs:
     proofs = Proofs()
     with suppress(KeyboardInterrupt):
         proofs.interrupted = True
-        images = (image.to(pair.device) for image in _images(data, proofs.images))
-        for group in _groups(pair, tracked(images, progress, "images")):
+        images = tracked(_Images(data, proofs.images), progress, "images")
+        for group in _groups(pair, (image.to(pair.device) for image in images)):
             found: dict[int, Proof] = {}
             agree = [place for place, (_, _, same) in enumerate(group) if same]
             if agree:
@@ -254,12 +255,29 @@ def _groups(pair: Pair, images: Iterable[Tensor]) -> Iterator[list[tuple[Tensor,
         yield group
 
 
-def _images(data: Any, digest: ImageDigest) -> Iterator[Tensor]:
-    """The images in float64, one by one: there may be more than fit into memory."""
-    for index, batch in enumerate(iterate(data)):
-        for image in images_of(batch):
-            digest.add(image[None], None, index)
-            yield image.detach().double()
+@dataclass(frozen=True)
+class _Images:
+    """The images of data in float64, one by one: there may be more than fit into memory."""
+
+    data: Any
+    digest: ImageDigest
+
+    def __iter__(self) -> Iterator[Tensor]:
+        for index, batch in enumerate(iterate(self.data)):
+            for image in images_of(batch):
+                self.digest.add(image[None], None, index)
+                yield image.detach().double()
+
+    def __len__(self) -> int:
+        """How many there are, so that progress can say how long the rest takes. `TypeError` if it is not known."""
+        data = self.data
+        if isinstance(data, DataLoader):
+            return len(data.dataset)  # type: ignore[arg-type]
+        if isinstance(data, list | tuple):
+            return sum(len(images_of(batch)) for batch in data)
+        if not isinstance(data, Tensor):
+            raise TypeError
+        return len(data)
 
 
 def described(proofs: Proofs, statement: str) -> str:

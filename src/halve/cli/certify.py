@@ -109,6 +109,8 @@ def certify(
         raise OptionError(f"--masks names one file, or two to compare; got {len(files)}")
     if onnx is not None and files:
         raise OptionError("--onnx cannot be combined with --masks: the file has its masks in its weights")
+    if absolute and reuse is None:
+        raise OptionError("--absolute is for --reuse")
     output = None
     if out is not None:
         inputs = reads(MODEL=model, weights=weights, reference=reference, onnx=onnx, data=data, check=check)
