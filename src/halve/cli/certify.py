@@ -95,8 +95,8 @@ def certify(
 
     Two mask files are compared with each other on the same images, an exported file (--onnx) with the dense network.
     Statements about single images are proven with --region, --reuse and --changed-blocks, which takes seconds for each:
-    --images limits their number, and --device cuda takes several at once. --check computes a certificate again. Exit
-    codes: 0 proven, or --check holds; 1 not proven, or --check failed; 2 bad input.
+    limit their number with --images, or take several at once with --device cuda. With --check, a certificate is computed
+    again. Exit codes: 0 if it is proven or holds, 1 if not, 2 for bad input.
 
     \b
     halve certify zoo.py:net --weights net.safetensors --masks net.masks.safetensors --data photos/
