@@ -95,8 +95,8 @@ def certify(
 
     Two mask files are compared with each other on the same images, an exported file (--onnx) with the dense network.
     Statements about single images are proven with --region, --reuse and --changed-blocks, which takes seconds for each:
-    limit their number with --images, or take several at once with --device cuda. With --check, a certificate is computed
-    again. Exit codes: 0 if it is proven or holds, 1 if not, 2 for bad input.
+    --images limits their number, a GPU takes several at once. A certificate is computed again with --check. Exit
+    codes: 0 if it is proven or holds, 1 if not, 2 for bad input.
 
     \b
     halve certify zoo.py:net --weights net.safetensors --masks net.masks.safetensors --data photos/
